@@ -1,0 +1,274 @@
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/tuple.h>
+
+#include <optional>
+
+#include "arrays.h"
+#include "tutti/block_table.h"
+#include "tutti/plan.h"
+
+namespace tutti::bindings {
+namespace {
+
+// Reservations as four parallel arrays: status, slot, generation, rot.
+nb::tuple unzip(const std::vector<Reservation>& reservations) {
+  std::vector<uint8_t> statuses, rots;
+  std::vector<uint32_t> slots, generations;
+  for (const auto& reservation : reservations) {
+    statuses.push_back(static_cast<uint8_t>(reservation.status));
+    slots.push_back(reservation.slot);
+    generations.push_back(reservation.generation);
+    rots.push_back(reservation.rot);
+  }
+  return nb::make_tuple(to_numpy(std::move(statuses)), to_numpy(std::move(slots)), to_numpy(std::move(generations)),
+                        to_numpy(std::move(rots)));
+}
+
+nb::tuple reserve(BlockTable& table, const KeysIn& keys, const std::optional<KeysIn>& parent, uint32_t expiry, uint32_t now) {
+  std::vector<uint32_t> removed;
+  std::vector<Reservation> reservations;
+  {
+    const nb::gil_scoped_release release;
+    const Key* parent_key = parent ? to_keys(*parent).data() : nullptr;
+    reservations = table.reserve(to_keys(keys), parent_key, expiry, now, removed);
+  }
+  return nb::make_tuple(unzip(reservations), to_numpy(std::move(removed)));
+}
+
+Out<uint8_t> publish(BlockTable& table, const In<uint32_t>& slots) {
+  std::vector<uint8_t> statuses;
+  {
+    const nb::gil_scoped_release release;
+    for (const uint32_t slot : to_span(slots)) {
+      statuses.push_back(static_cast<uint8_t>(table.publish(slot)));
+    }
+  }
+  return to_numpy(std::move(statuses));
+}
+
+nb::object scan(SlotTable& slots, BlockTable& table) {
+  ScanCounts counts;
+  uint64_t duplicates = 0;
+  std::vector<uint32_t> bad;
+  {
+    const nb::gil_scoped_release release;
+    counts = slots.scan([&](const SlotRecord& record) {
+      if (!table.load(record)) {
+        ++duplicates;
+        bad.push_back(record.slot);
+      }
+    });
+  }
+  nb::dict result;
+  result["read"] = counts.read;
+  result["never_used"] = counts.never_used;
+  result["free"] = counts.free;
+  result["resident"] = counts.resident;
+  result["bad_check"] = counts.bad_check;
+  result["wrong_slot"] = counts.wrong_slot;
+  result["foreign_pool"] = counts.foreign_pool;
+  result["unreadable"] = counts.unreadable;
+  result["duplicate_key"] = duplicates;
+  result["duplicate_slots"] = to_numpy(std::move(bad));
+  return result;
+}
+
+// Records of blocks whose bytes are durable: checksums first, then the record. Status per position.
+Out<uint8_t> commit(SlotTable& slots, BlockTable& table, const Plan& plan, const In<uint32_t>& positions, uint32_t first_sum,
+                    uint32_t created) {
+  std::vector<uint8_t> statuses;
+  {
+    const nb::gil_scoped_release release;
+    for (const uint32_t position : to_span(positions)) {
+      const uint32_t slot = plan.slots[position];
+      const std::span<const uint64_t> sums(plan.sums.data() + static_cast<size_t>(position) * plan.objects, plan.objects);
+      Status status = slots.write_sums(slot, first_sum, sums);
+      if (status == Status::Ok) {
+        SlotRecord record = table.record_of(slot, RecordState::Resident);
+        record.created = created;
+        status = slots.write_record(record);
+      }
+      statuses.push_back(static_cast<uint8_t>(status));
+    }
+  }
+  return to_numpy(std::move(statuses));
+}
+
+uint8_t write_records(SlotTable& slots, BlockTable& table, const In<uint32_t>& which, bool resident) {
+  const nb::gil_scoped_release release;
+  for (const uint32_t slot : to_span(which)) {
+    const SlotRecord record = table.record_of(slot, resident ? RecordState::Resident : RecordState::Free);
+    if (const Status status = slots.write_record(record); status != Status::Ok) {
+      return static_cast<uint8_t>(status);
+    }
+  }
+  return static_cast<uint8_t>(Status::Ok);
+}
+
+uint8_t save_recency(const SlotTable& slots, const BlockTable& table) {
+  const nb::gil_scoped_release release;
+  return static_cast<uint8_t>(slots.update_last_use([&](uint32_t slot, uint32_t generation) {
+    const SlotRecord now = table.record_of(slot, RecordState::Resident);
+    return now.generation == generation && table.state_of(slot) == SlotState::Resident ? now.last_use : 0U;
+  }));
+}
+
+nb::dict records(const BlockTable& table, const SlotTable& slots, const In<uint32_t>& which) {
+  std::vector<Key> keys;
+  std::vector<uint32_t> parents, generations, created, used, expiry;
+  std::vector<uint8_t> rots;
+  {
+    const nb::gil_scoped_release release;
+    for (const uint32_t slot : to_span(which)) {
+      const SlotRecord record = table.record_of(slot, RecordState::Resident);
+      SlotRecord stored;
+      keys.push_back(record.key);
+      parents.push_back(record.parent_slot);
+      generations.push_back(record.generation);
+      rots.push_back(record.rot);
+      used.push_back(record.last_use);
+      expiry.push_back(record.expiry);
+      created.push_back(slots.read_record(slot, stored) == Status::Ok ? stored.created : 0);
+    }
+  }
+  nb::dict result;
+  result["keys"] = to_numpy_keys(std::move(keys));
+  result["parent_slots"] = to_numpy(std::move(parents));
+  result["generations"] = to_numpy(std::move(generations));
+  result["rots"] = to_numpy(std::move(rots));
+  result["created"] = to_numpy(std::move(created));
+  result["last_use"] = to_numpy(std::move(used));
+  result["expiry"] = to_numpy(std::move(expiry));
+  return result;
+}
+
+template <typename Remove>
+Out<uint32_t> removed_by(Remove remove) {
+  std::vector<uint32_t> removed;
+  {
+    const nb::gil_scoped_release release;
+    remove(removed);
+  }
+  return to_numpy(std::move(removed));
+}
+
+}  // namespace
+
+void bind_index(nb::module_& module) {
+  nb::class_<SlotTable>(module, "SlotTable", "Durable index: a record and the object checksums per slot (docs/format.md).")
+      .def(nb::init<int, uint64_t, uint64_t, uint64_t, uint32_t, uint64_t>(), nb::arg("fd"), nb::arg("records_offset"),
+           nb::arg("sums_offset"), nb::arg("slots"), nb::arg("sums_per_slot"), nb::arg("pool"))
+      .def("scan", &scan, nb::arg("table"), "Loads every valid record into `table`; returns counts by kind of record.")
+      .def("commit", &commit, nb::arg("table"), nb::arg("plan"), nb::arg("positions"), nb::arg("first_sum"), nb::arg("created"),
+           "Writes checksums and record of blocks of a finished write plan; one status per position.")
+      .def("write", &write_records, nb::arg("table"), nb::arg("slots"), nb::arg("resident"),
+           "Rewrites records, as resident or as free; the first status that isn't OK.")
+      .def("save_recency", &save_recency, nb::arg("table"), "Brings the records' last use up to date; the first status that isn't OK.");
+
+  nb::class_<BlockTable>(module, "BlockTable", "Index in memory: keys, slots, prefix trees, eviction. Thread-safe.")
+      .def(nb::init<uint64_t, uint32_t>(), nb::arg("slots"), nb::arg("devices"))
+      .def(
+          "find_prefix",
+          [](BlockTable& table, const KeysIn& keys, uint32_t now, bool touch) {
+            const nb::gil_scoped_release release;
+            return table.find_prefix(to_keys(keys), now, touch);
+          },
+          nb::arg("keys"), nb::arg("now"), nb::arg("touch"))
+      .def(
+          "resolve",
+          [](BlockTable& table, const KeysIn& keys, uint32_t now) {
+            std::vector<Reservation> reservations;
+            {
+              const nb::gil_scoped_release release;
+              reservations = table.resolve(to_keys(keys), now);
+            }
+            return unzip(reservations);
+          },
+          nb::arg("keys"), nb::arg("now"), "(status, slot, generation, rot), an array each.")
+      .def("reserve", &reserve, nb::arg("keys"), nb::arg("parent").none(), nb::arg("expiry"), nb::arg("now"),
+           "((status, slot, generation, rot), removed slots).")
+      .def("publish", &publish, nb::arg("slots"))
+      .def(
+          "abort",
+          [](BlockTable& table, const In<uint32_t>& slots) {
+            return removed_by([&](auto& removed) {
+              for (const uint32_t slot : to_span(slots)) {
+                table.abort(slot, removed);
+              }
+            });
+          },
+          nb::arg("slots"))
+      .def(
+          "evict", [](BlockTable& table, uint64_t count) { return removed_by([&](auto& removed) { removed = table.evict(count); }); },
+          nb::arg("count"))
+      .def(
+          "remove",
+          [](BlockTable& table, const KeysIn& keys, const In<uint32_t>& generations) {
+            return removed_by([&](auto& removed) {
+              const auto all = to_keys(keys);
+              for (size_t i = 0; i < all.size(); ++i) {
+                table.remove(all[i], to_span(generations)[i], removed);
+              }
+            });
+          },
+          nb::arg("keys"), nb::arg("generations"))
+      .def(
+          "sweep_expired",
+          [](BlockTable& table, uint64_t count, uint32_t now) {
+            return removed_by([&](auto& removed) { table.sweep_expired(count, now, removed); });
+          },
+          nb::arg("count"), nb::arg("now"))
+      .def("clear", [](BlockTable& table) { return removed_by([&](auto& removed) { table.clear(removed); }); })
+      .def(
+          "release",
+          [](BlockTable& table, const In<uint32_t>& slots) {
+            const nb::gil_scoped_release release;
+            table.release(to_span(slots));
+          },
+          nb::arg("slots"))
+      .def(
+          "pin_prefix",
+          [](BlockTable& table, const KeysIn& keys, uint32_t now) {
+            uint32_t blocks = 0;
+            const uint32_t slot = table.pin_prefix(to_keys(keys), now, blocks);
+            const uint32_t generation = slot == kNoSlot ? 0 : table.record_of(slot, RecordState::Free).generation;
+            return std::make_tuple(slot, generation, blocks);
+          },
+          nb::arg("keys"), nb::arg("now"), "(slot, generation, blocks); slot 2**32-1 = nothing resident.")
+      .def("pin", &BlockTable::pin, nb::arg("slot"))
+      .def(
+          "unpin", [](BlockTable& table, uint32_t slot, uint32_t generation) { return table.unpin(slot, generation) == Status::Ok; },
+          nb::arg("slot"), nb::arg("generation"))
+      .def(
+          "finish_load",
+          [](BlockTable& table, uint32_t now) {
+            uint64_t orphans = 0;
+            uint64_t expired = 0;
+            std::vector<uint32_t> dropped;
+            {
+              const nb::gil_scoped_release release;
+              dropped = table.finish_load(now, orphans, expired);
+            }
+            return nb::make_tuple(to_numpy(std::move(dropped)), orphans, expired);
+          },
+          nb::arg("now"), "(dropped slots, orphans, expired).")
+      .def("resident_slots",
+           [](const BlockTable& table, uint32_t first, uint64_t limit) { return to_numpy(table.resident_slots(first, limit)); },
+           nb::arg("first"), nb::arg("limit"))
+      .def("records", &records, nb::arg("slot_table"), nb::arg("slots"), "Fields of resident blocks, an array each.")
+      .def("counts",
+           [](const BlockTable& table) {
+             const TableCounts counts = table.counts();
+             nb::dict result;
+             result["resident"] = counts.resident;
+             result["writing"] = counts.writing;
+             result["free"] = counts.free;
+             result["removed"] = counts.removed;
+             result["pinned"] = counts.pinned;
+             return result;
+           })
+      .def_prop_ro("memory_bytes", &BlockTable::memory_bytes)
+      .def_prop_ro("slots", &BlockTable::slots);
+}
+
+}  // namespace tutti::bindings

@@ -1,0 +1,172 @@
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <cmath>
+
+#include "arrays.h"
+#include "tutti/executor.h"
+
+namespace tutti::bindings {
+namespace {
+
+// Seconds from now; negative or infinite = no limit.
+Clock::time_point after(double seconds) {
+  constexpr double kForever = 1e9;
+  if (seconds < 0 || std::isinf(seconds) || seconds > kForever) {
+    return Clock::time_point::max();
+  }
+  return Clock::now() + std::chrono::nanoseconds(static_cast<int64_t>(seconds * 1e9));
+}
+
+std::shared_ptr<Plan> submit(Executor& executor, bool write, const In<uint32_t>& slots, const In<uint32_t>& generations,
+                             const In<uint8_t>& rots, const In<uint32_t>& blocks, double deadline_seconds) {
+  const size_t n = slots.shape(0);
+  if (generations.shape(0) != n || rots.shape(0) != n || blocks.shape(0) != n) {
+    throw nb::value_error("slots, generations, rots and blocks must have one entry per block");
+  }
+  const nb::gil_scoped_release release;
+  return executor.submit(write ? Direction::Write : Direction::Read, to_vector(slots), to_vector(generations), to_vector(rots),
+                         to_vector(blocks), after(deadline_seconds));
+}
+
+nb::dict stats(const Executor& executor) {
+  const ExecutorStats& stats = executor.stats();
+  nb::dict result;
+  result["bytes_read"] = stats.bytes_read.load();
+  result["bytes_written"] = stats.bytes_written.load();
+  result["objects_read"] = stats.objects_read.load();
+  result["objects_written"] = stats.objects_written.load();
+  result["staged_objects"] = stats.staged_objects.load();
+  result["checksum_errors"] = stats.checksum_errors.load();
+  result["device_errors"] = stats.device_errors.load();
+  result["timeouts"] = stats.timeouts.load();
+  return result;
+}
+
+}  // namespace
+
+void bind_io(nb::module_& module) {
+  nb::class_<Layout>(module, "Layout", "Where every object lies (tensor stripe).")
+      .def(
+          "__init__",
+          [](Layout* self, uint32_t objects, uint32_t kv_factor, uint32_t world, uint32_t rank, uint64_t payload_bytes,
+             uint64_t object_bytes, uint64_t slots, std::vector<uint64_t> data_offset) {
+            if (objects == 0 || kv_factor == 0 || objects % kv_factor != 0 || data_offset.empty() || rank >= world) {
+              throw nb::value_error("layout: objects, kv_factor, world, rank or devices out of range");
+            }
+            new (self) Layout{objects, kv_factor, world, rank, payload_bytes, object_bytes, slots, std::move(data_offset)};
+          },
+          nb::arg("objects"), nb::arg("kv_factor"), nb::arg("world"), nb::arg("rank"), nb::arg("payload_bytes"),
+          nb::arg("object_bytes"), nb::arg("slots"), nb::arg("data_offset"))
+      .def("address",
+           [](const Layout& layout, uint64_t slot, uint32_t rot, uint32_t object) {
+             const Address address = layout.address(slot, rot, object);
+             return std::make_tuple(address.device, address.offset);
+           },
+           nb::arg("slot"), nb::arg("rot"), nb::arg("object"), "(device, byte offset) of an object.")
+      .def_prop_ro("objects_per_device", &Layout::objects_per_device);
+
+  nb::class_<FaultInjector>(module, "FaultInjector", "Makes chosen operations fail; for tests.")
+      .def(nb::init<>())
+      .def(
+          "add",
+          [](FaultInjector& self, bool write, const std::string& kind, uint64_t every, int device, int error, uint64_t limit,
+             uint64_t seed) {
+            Fault fault{FaultKind::None, error, seed};
+            if (kind == "error") {
+              fault.kind = FaultKind::Error;
+            } else if (kind == "short") {
+              fault.kind = FaultKind::Short;
+            } else if (kind == "hang") {
+              fault.kind = FaultKind::Hang;
+            } else if (kind == "corrupt") {
+              fault.kind = FaultKind::Corrupt;
+            } else {
+              throw nb::value_error("kind must be error, short, hang or corrupt");
+            }
+            self.add(write ? Direction::Write : Direction::Read, device, every, fault, limit);
+          },
+          nb::arg("write"), nb::arg("kind"), nb::arg("every") = 1, nb::arg("device") = -1, nb::arg("error") = 5,
+          nb::arg("limit") = UINT64_MAX, nb::arg("seed") = 1)
+      .def("clear", &FaultInjector::clear)
+      .def("release", &FaultInjector::release)
+      .def_prop_ro("injected", &FaultInjector::injected);
+
+  nb::class_<Plan>(module, "Plan", "A running or finished store or retrieve.")
+      .def("done", &Plan::done)
+      .def("drained", &Plan::drained)
+      .def("layer_done", &Plan::layer_done, nb::arg("layer"))
+      .def(
+          "wait",
+          [](Plan& plan, double seconds) {
+            const nb::gil_scoped_release release;
+            return plan.wait(after(seconds));
+          },
+          nb::arg("seconds"))
+      .def(
+          "wait_layer",
+          [](Plan& plan, uint32_t layer, double seconds) {
+            const nb::gil_scoped_release release;
+            return plan.wait_layer(layer, after(seconds));
+          },
+          nb::arg("layer"), nb::arg("seconds"))
+      .def(
+          "wait_drained",
+          [](Plan& plan, double seconds) {
+            const nb::gil_scoped_release release;
+            return plan.wait_drained(after(seconds));
+          },
+          nb::arg("seconds"))
+      .def("cancel", [](Plan& plan) { plan.end_early(Status::Cancelled); })
+      .def("statuses", [](const Plan& plan) { return to_numpy(plan.statuses()); })
+      .def_prop_ro("seconds", &Plan::seconds)
+      .def_prop_ro("blocks", &Plan::blocks);
+
+  nb::class_<Executor>(module, "Executor", "Lanes that move bytes between devices and host tensors.")
+      .def(
+          "__init__",
+          [](Executor* self, const Layout& layout, const std::vector<std::tuple<int, uint32_t, uint32_t>>& devices,
+             const std::string& kind, uint32_t lanes, uint32_t queue_depth, bool register_buffers, const SlotTable* table,
+             FaultInjector* faults) {
+            std::vector<DeviceFile> files;
+            for (const auto& [fd, memory, offset] : devices) {
+              files.push_back({fd, memory, offset});
+            }
+            ExecutorOptions options;
+            options.kind = kind == "posix" ? ExecutorKind::Posix : ExecutorKind::Uring;
+            options.lanes = lanes;
+            options.queue_depth = queue_depth;
+            options.iocbs = std::max<uint32_t>(16, 4 * lanes);
+            options.register_buffers = register_buffers && options.kind == ExecutorKind::Uring;
+            new (self) Executor(layout, std::move(files), options, table, faults);
+          },
+          nb::arg("layout"), nb::arg("devices"), nb::arg("kind"), nb::arg("lanes"), nb::arg("queue_depth"),
+          nb::arg("register_buffers"), nb::arg("table"), nb::arg("faults").none(), nb::keep_alive<1, 8>(), nb::keep_alive<1, 9>())
+      .def(
+          "start",
+          [](Executor& executor, const In<uint64_t>& bases, const In<uint64_t>& strides, const In<uint64_t>& blocks) {
+            std::vector<TensorRegion> regions;
+            for (size_t i = 0; i < bases.shape(0); ++i) {
+              regions.push_back({bases.data()[i], strides.data()[i], blocks.data()[i]});
+            }
+            const nb::gil_scoped_release release;
+            executor.start(std::move(regions));
+          },
+          nb::arg("bases"), nb::arg("strides"), nb::arg("blocks"))
+      .def("submit", &submit, nb::arg("write"), nb::arg("slots"), nb::arg("generations"), nb::arg("rots"), nb::arg("blocks"),
+           nb::arg("deadline_seconds"))
+      .def(
+          "stop",
+          [](Executor& executor, double grace_seconds) {
+            const nb::gil_scoped_release release;
+            executor.stop(std::chrono::milliseconds(static_cast<int64_t>(grace_seconds * 1e3)));
+          },
+          nb::arg("grace_seconds"))
+      .def_prop_ro("started", &Executor::started)
+      .def_prop_ro("buffer_note", &Executor::buffer_note)
+      .def("stats", &stats);
+}
+
+}  // namespace tutti::bindings

@@ -1,0 +1,64 @@
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+
+#include "arrays.h"
+#include "tutti/checksum.h"
+#include "tutti/executor.h"
+#include "tutti/status.h"
+
+namespace tutti::bindings {
+namespace {
+
+using Bytes = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+}  // namespace
+
+NB_MODULE(_native, module) {
+  module.doc() = "Native core of tutti_mooncake: layout, rings, executors, index. Private: the package's modules are the interface.";
+
+  nb::enum_<Status>(module, "Status", nb::is_arithmetic())
+      .value("OK", Status::Ok)
+      .value("NOT_FOUND", Status::NotFound)
+      .value("REJECTED", Status::Rejected)
+      .value("EXISTS", Status::Exists)
+      .value("RETRY", Status::Retry)
+      .value("DEVICE_ERROR", Status::DeviceError)
+      .value("SHORT_IO", Status::ShortIo)
+      .value("NO_SPACE", Status::NoSpace)
+      .value("CHECKSUM_ERROR", Status::ChecksumError)
+      .value("STALE", Status::Stale)
+      .value("TIMEOUT", Status::Timeout)
+      .value("CANCELLED", Status::Cancelled)
+      .value("BAD_STATE", Status::BadState);
+
+  module.attr("CHECKSUM_MULTILINEAR64") = kChecksumMultilinear64;
+  module.def("checksum_variant", &checksum_variant, "Vector instructions that the checksum uses on this machine.");
+  module.def(
+      "multilinear64",
+      [](const Bytes& data) {
+        const nb::gil_scoped_release release;
+        return multilinear64(data.data(), data.shape(0));
+      },
+      nb::arg("data"), "Checksum of a byte array (docs/format.md).");
+  module.def(
+      "multilinear64_scalar",
+      [](const Bytes& data) {
+        const nb::gil_scoped_release release;
+        return multilinear64_scalar(data.data(), data.shape(0));
+      },
+      nb::arg("data"), "The same value from plain C++: the reference of the tests.");
+  module.def("probe_uring", &probe_uring, nb::call_guard<nb::gil_scoped_release>(),
+             "Empty when io_uring can be used in this process, else why not.");
+  module.def(
+      "direct_io_alignment",
+      [](int fd) {
+        const auto [memory, offset] = direct_io_alignment(fd);
+        return nb::make_tuple(memory, offset);
+      },
+      nb::arg("fd"), "(memory, offset) alignment in bytes that direct I/O on an open file wants; (0, 0) = the kernel doesn't say.");
+
+  bind_index(module);
+  bind_io(module);
+}
+
+}  // namespace tutti::bindings

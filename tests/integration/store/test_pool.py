@@ -1,0 +1,238 @@
+"""Opening a pool: namespaces, locks, versions, missing and damaged devices, full disks."""
+
+from __future__ import annotations
+
+import errno
+import multiprocessing
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import Stores
+from tests.pattern import chain, geometry
+from tutti_mooncake import (
+    ConfigError,
+    DeviceFull,
+    DeviceUnavailable,
+    FormatVersionError,
+    LocalStore,
+    NamespaceMismatch,
+    PoolCorrupt,
+    PoolLocked,
+    PoolMissing,
+    PoolReadOnly,
+    Status,
+)
+from tutti_mooncake.store import format as on_disk
+from tutti_mooncake.store import read_geometry
+
+
+def flip(path: Path, offset: int, bit: int = 0) -> None:
+    """Flips one bit of a file."""
+    with open(path, "r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ (1 << bit)]))
+
+
+@pytest.mark.parametrize(
+    "change", [{"memory_layout": "split"}, {"dtype": "bfloat16"}, {"model": "other"}, {"hash_seed": "7"}, {"tp_size": 2}, {"layers": 5}]
+)
+def test_pool_of_another_namespace_is_refused_with_both_fingerprints(stores: Stores, change: dict[str, object]) -> None:
+    store, tensors = stores.open()
+    keys = chain("kept", 3)
+    tensors.write(keys)
+    store.store(keys, range(3)).wait(20).raise_for_status()
+    stores.close_all()
+    other = geometry(**change)
+    with pytest.raises(NamespaceMismatch) as refused:
+        LocalStore.open(stores.config(), other)
+    text = str(refused.value)
+    assert geometry().fingerprint() in text and other.fingerprint() in text and next(iter(change)) in text
+    second = LocalStore.open(stores.config(pool="second"), other)  # several namespaces on one device set
+    second.close()
+    store, _ = stores.open()
+    assert store.lookup(keys) == 3
+
+
+def test_second_opener_is_refused_with_the_owners_pid(stores: Stores) -> None:
+    stores.open()
+    with pytest.raises(PoolLocked, match=str(os.getpid())):
+        LocalStore.open(stores.config(), geometry())
+    reader = LocalStore.open(stores.config(read_only=True), geometry())
+    reader.close()
+
+
+def _open_and_wait(config: object, ready: object, end: object) -> None:
+    store = LocalStore.open(config, geometry())  # type: ignore[arg-type]
+    ready.set()  # type: ignore[attr-defined]
+    end.wait(60)  # type: ignore[attr-defined]
+    store.close()
+
+
+def test_owner_in_another_process_is_named(stores: Stores) -> None:
+    context = multiprocessing.get_context("fork")
+    ready, end = context.Event(), context.Event()
+    owner = context.Process(target=_open_and_wait, args=(stores.config(), ready, end))
+    owner.start()
+    try:
+        assert ready.wait(30)
+        with pytest.raises(PoolLocked, match=f"process {owner.pid} "):
+            LocalStore.open(stores.config(), geometry())
+    finally:
+        end.set()
+        owner.join(30)
+    LocalStore.open(stores.config(), geometry()).close()  # its end gives the pool back
+
+
+def test_read_only_store_serves_and_changes_nothing(stores: Stores) -> None:
+    store, tensors = stores.open()
+    keys = chain("served", 5)
+    tensors.write(keys)
+    store.store(keys, range(5)).wait(20).raise_for_status()
+    stores.close_all()
+    before = {path: path.read_bytes() for path in stores.root.rglob("*.pool")}
+    store, tensors = stores.open(read_only=True)
+    assert store.retrieve(keys, range(20, 25)).wait(20).ok_blocks == 5 and tensors.holds(keys[4], 24)
+    assert set(store.store(chain("new", 2), [0, 1]).wait(5).statuses) == {Status.REJECTED}
+    for change in (store.clear, lambda: store.evict(1), lambda: store.drop(keys)):
+        with pytest.raises(PoolReadOnly):
+            change()
+    stores.close_all()
+    assert {path: path.read_bytes() for path in stores.root.rglob("*.pool")} == before
+
+
+def test_missing_pool_and_missing_capacity(stores: Stores) -> None:
+    with pytest.raises(PoolMissing, match="tutti init"):
+        LocalStore.open(stores.config(), geometry(), create=False)
+    with pytest.raises(PoolMissing):
+        read_geometry(stores.config())
+    with pytest.raises(ConfigError, match="capacity is missing"):
+        LocalStore.open(stores.config(capacity=0), geometry())
+    with pytest.raises(ConfigError, match="holds no block"):
+        LocalStore.open(stores.config(capacity="1MiB"), geometry())
+    assert not list(stores.root.rglob("*.pool"))
+    LocalStore.open(stores.config(), geometry()).close()
+    assert read_geometry(stores.config()) == geometry()
+
+
+def test_one_damaged_superblock_is_repaired_and_two_are_refused(stores: Stores) -> None:
+    store, tensors = stores.open()
+    keys = chain("safe", 3)
+    tensors.write(keys)
+    store.store(keys, range(3)).wait(20).raise_for_status()
+    stores.close_all()
+    path = stores.root / "nvme0" / "default.pool"
+    for offset in (0, 8, 12, 40, 300, 4090):  # magic, version, length, JSON, padding, checksum
+        flip(path, offset, 3)
+        store, _ = stores.open()
+        assert store.recovery.repaired_superblocks == 1 and store.lookup(keys) == 3
+        stores.close_all()
+    flip(path, 20)
+    flip(path, 4096 + 20)
+    with pytest.raises(PoolCorrupt, match="both copies"):
+        stores.open()
+
+
+def test_damaged_state_block_costs_nothing(stores: Stores) -> None:
+    stores.open()
+    stores.close_all()
+    flip(stores.root / "nvme0" / "default.pool", on_disk.STATE_OFFSET + 30)
+    store, _ = stores.open()
+    assert store.recovery.dropped_blocks == 0
+
+
+def test_other_format_version_is_refused(stores: Stores, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(on_disk, "FORMAT_VERSION", 99)  # what a later program would write
+    stores.open()
+    stores.close_all()
+    monkeypatch.undo()
+    with pytest.raises(FormatVersionError, match="version 99"):
+        stores.open()
+
+
+@pytest.mark.parametrize("device", [0, 1])
+def test_truncated_device_is_refused(stores: Stores, device: int) -> None:
+    stores.open()
+    stores.close_all()
+    path = stores.root / f"nvme{device}" / "default.pool"
+    os.truncate(path, path.stat().st_size - 4096)
+    with pytest.raises(PoolCorrupt, match="truncated"):
+        stores.open()
+
+
+@pytest.mark.parametrize("device", [0, 1])
+def test_lost_device_is_reported_and_the_pool_rebuilt_on_request(stores: Stores, device: int) -> None:
+    store, tensors = stores.open()
+    keys = chain("lost", 3)
+    tensors.write(keys)
+    store.store(keys, range(3)).wait(20).raise_for_status()
+    stores.close_all()
+    (stores.root / f"nvme{device}" / "default.pool").unlink()
+    with pytest.raises(DeviceUnavailable, match="rebuild_on_loss"):
+        stores.open()
+    store, tensors = stores.open(rebuild_on_loss=True)
+    assert store.lookup(keys) == 0
+    tensors.write(keys)
+    assert store.store(keys, range(3)).wait(20).ok_blocks == 3
+
+
+def test_devices_in_another_order_are_refused(stores: Stores) -> None:
+    stores.open()
+    stores.close_all()
+    with pytest.raises(PoolCorrupt, match="first order"):
+        stores.open(devices=[str(stores.root / "nvme1"), str(stores.root / "nvme0")])
+
+
+def test_interrupted_creation_is_made_anew(stores: Stores) -> None:
+    stores.open()
+    stores.close_all()
+    for path in stores.root.rglob("*.pool"):  # as if killed before the superblocks were written
+        size = path.stat().st_size
+        os.truncate(path, 0)
+        os.truncate(path, size)
+    store, _ = stores.open()
+    assert store.recovery.recovered_blocks == 0
+
+
+def test_file_in_place_of_a_directory_is_refused(stores: Stores) -> None:
+    (stores.root / "plain").write_text("not a directory")
+    with pytest.raises(DeviceUnavailable, match="plain"):
+        stores.open(devices=[str(stores.root / "plain")])
+
+
+def test_capacity_beyond_the_free_space_leaves_nothing_behind(stores: Stores) -> None:
+    with pytest.raises(DeviceFull, match="lower capacity"):
+        stores.open(capacity="900TiB")
+    assert not list(stores.root.rglob("*.pool"))
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Path:
+    """A mounted file system of 10 MiB, where this user may mount one."""
+    mount = tmp_path / "small"
+    mount.mkdir()
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=10M", "none", str(mount)], capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip(f"mounting a tmpfs: {done.stderr.strip()}")
+    yield mount
+    subprocess.run(["umount", str(mount)], check=True)
+
+
+def test_full_disk_during_init_leaves_nothing_behind(stores: Stores, small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import shutil
+
+    usage = shutil.disk_usage(small_disk)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1 << 40))  # others fill the disk after the check
+    with pytest.raises(DeviceFull, match=os.strerror(errno.ENOSPC)):
+        stores.open(devices=[str(small_disk)], capacity="50MiB")
+    assert list(small_disk.iterdir()) == []
+
+
+def test_directory_that_is_read_only_is_refused(stores: Stores, small_disk: Path) -> None:
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    with pytest.raises(DeviceUnavailable, match="can't be written"):
+        stores.open(devices=[str(small_disk)])

@@ -1,0 +1,63 @@
+"""NVMe as a KV cache for LLM serving: loaded layer by layer with almost no CPU, kept across restarts."""
+
+from tutti_mooncake.config import StoreConfig
+from tutti_mooncake.errors import (
+    ConfigError,
+    DeviceError,
+    DeviceFull,
+    DeviceUnavailable,
+    FormatVersionError,
+    KeyFormatError,
+    NamespaceMismatch,
+    OperationFailed,
+    PoolCorrupt,
+    PoolError,
+    PoolLocked,
+    PoolMissing,
+    PoolReadOnly,
+    Status,
+    StoreClosed,
+    TensorError,
+    TuttiError,
+)
+from tutti_mooncake.geometry import Geometry
+from tutti_mooncake.store import (
+    BlockInfo,
+    LocalStore,
+    Pin,
+    RecoveryReport,
+    Result,
+    RetrieveOperation,
+    StoreOperation,
+    VerifyReport,
+)
+
+__all__ = [
+    "BlockInfo",
+    "ConfigError",
+    "DeviceError",
+    "DeviceFull",
+    "DeviceUnavailable",
+    "FormatVersionError",
+    "Geometry",
+    "KeyFormatError",
+    "LocalStore",
+    "NamespaceMismatch",
+    "OperationFailed",
+    "Pin",
+    "PoolCorrupt",
+    "PoolError",
+    "PoolLocked",
+    "PoolMissing",
+    "PoolReadOnly",
+    "RecoveryReport",
+    "Result",
+    "RetrieveOperation",
+    "Status",
+    "StoreClosed",
+    "StoreConfig",
+    "StoreOperation",
+    "TensorError",
+    "TuttiError",
+    "VerifyReport",
+]

@@ -1,0 +1,203 @@
+"""
+Native core of tutti_mooncake: layout, rings, executors, index. Private: the package's modules are the interface.
+"""
+
+from collections.abc import Sequence
+import enum
+from typing import Annotated
+
+import numpy
+from numpy.typing import NDArray
+
+
+class Status(enum.IntEnum):
+    OK = 0
+
+    NOT_FOUND = 1
+
+    REJECTED = 2
+
+    EXISTS = 3
+
+    RETRY = 4
+
+    DEVICE_ERROR = 5
+
+    SHORT_IO = 6
+
+    NO_SPACE = 7
+
+    CHECKSUM_ERROR = 8
+
+    STALE = 9
+
+    TIMEOUT = 10
+
+    CANCELLED = 11
+
+    BAD_STATE = 12
+
+CHECKSUM_MULTILINEAR64: int = 1
+
+def checksum_variant() -> str:
+    """Vector instructions that the checksum uses on this machine."""
+
+def multilinear64(data: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> int:
+    """Checksum of a byte array (docs/format.md)."""
+
+def multilinear64_scalar(data: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> int:
+    """The same value from plain C++: the reference of the tests."""
+
+def probe_uring() -> str:
+    """Empty when io_uring can be used in this process, else why not."""
+
+def direct_io_alignment(fd: int) -> tuple:
+    """
+    (memory, offset) alignment in bytes that direct I/O on an open file wants; (0, 0) = the kernel doesn't say.
+    """
+
+class SlotTable:
+    """
+    Durable index: a record and the object checksums per slot (docs/format.md).
+    """
+
+    def __init__(self, fd: int, records_offset: int, sums_offset: int, slots: int, sums_per_slot: int, pool: int) -> None: ...
+
+    def scan(self, table: BlockTable) -> object:
+        """
+        Loads every valid record into `table`; returns counts by kind of record.
+        """
+
+    def commit(self, table: BlockTable, plan: Plan, positions: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)], first_sum: int, created: int) -> Annotated[NDArray[numpy.uint8], dict(shape=(None,))]:
+        """
+        Writes checksums and record of blocks of a finished write plan; one status per position.
+        """
+
+    def write(self, table: BlockTable, slots: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)], resident: bool) -> int:
+        """
+        Rewrites records, as resident or as free; the first status that isn't OK.
+        """
+
+    def save_recency(self, table: BlockTable) -> int:
+        """
+        Brings the records' last use up to date; the first status that isn't OK.
+        """
+
+class BlockTable:
+    """Index in memory: keys, slots, prefix trees, eviction. Thread-safe."""
+
+    def __init__(self, slots: int, devices: int) -> None: ...
+
+    def find_prefix(self, keys: Annotated[NDArray[numpy.uint8], dict(shape=(None, 32), order='C', device='cpu', writable=False)], now: int, touch: bool) -> int: ...
+
+    def resolve(self, keys: Annotated[NDArray[numpy.uint8], dict(shape=(None, 32), order='C', device='cpu', writable=False)], now: int) -> tuple:
+        """(status, slot, generation, rot), an array each."""
+
+    def reserve(self, keys: Annotated[NDArray[numpy.uint8], dict(shape=(None, 32), order='C', device='cpu', writable=False)], parent: Annotated[NDArray[numpy.uint8], dict(shape=(None, 32), order='C', device='cpu', writable=False)] | None, expiry: int, now: int) -> tuple:
+        """((status, slot, generation, rot), removed slots)."""
+
+    def publish(self, slots: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> Annotated[NDArray[numpy.uint8], dict(shape=(None,))]: ...
+
+    def abort(self, slots: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> Annotated[NDArray[numpy.uint32], dict(shape=(None,))]: ...
+
+    def evict(self, count: int) -> Annotated[NDArray[numpy.uint32], dict(shape=(None,))]: ...
+
+    def remove(self, keys: Annotated[NDArray[numpy.uint8], dict(shape=(None, 32), order='C', device='cpu', writable=False)], generations: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> Annotated[NDArray[numpy.uint32], dict(shape=(None,))]: ...
+
+    def sweep_expired(self, count: int, now: int) -> Annotated[NDArray[numpy.uint32], dict(shape=(None,))]: ...
+
+    def clear(self) -> Annotated[NDArray[numpy.uint32], dict(shape=(None,))]: ...
+
+    def release(self, slots: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> None: ...
+
+    def pin_prefix(self, keys: Annotated[NDArray[numpy.uint8], dict(shape=(None, 32), order='C', device='cpu', writable=False)], now: int) -> tuple[int, int, int]:
+        """(slot, generation, blocks); slot 2**32-1 = nothing resident."""
+
+    def pin(self, slot: int) -> None: ...
+
+    def unpin(self, slot: int, generation: int) -> bool: ...
+
+    def finish_load(self, now: int) -> tuple:
+        """(dropped slots, orphans, expired)."""
+
+    def resident_slots(self, first: int, limit: int) -> Annotated[NDArray[numpy.uint32], dict(shape=(None,))]: ...
+
+    def records(self, slot_table: SlotTable, slots: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> dict:
+        """Fields of resident blocks, an array each."""
+
+    def counts(self) -> dict: ...
+
+    @property
+    def memory_bytes(self) -> int: ...
+
+    @property
+    def slots(self) -> int: ...
+
+class Layout:
+    """Where every object lies (tensor stripe)."""
+
+    def __init__(self, objects: int, kv_factor: int, world: int, rank: int, payload_bytes: int, object_bytes: int, slots: int, data_offset: Sequence[int]) -> None: ...
+
+    def address(self, slot: int, rot: int, object: int) -> tuple[int, int]:
+        """(device, byte offset) of an object."""
+
+    @property
+    def objects_per_device(self) -> int: ...
+
+class FaultInjector:
+    """Makes chosen operations fail; for tests."""
+
+    def __init__(self) -> None: ...
+
+    def add(self, write: bool, kind: str, every: int = 1, device: int = -1, error: int = 5, limit: int = 18446744073709551615, seed: int = 1) -> None: ...
+
+    def clear(self) -> None: ...
+
+    def release(self) -> None: ...
+
+    @property
+    def injected(self) -> int: ...
+
+class Plan:
+    """A running or finished store or retrieve."""
+
+    def done(self) -> bool: ...
+
+    def drained(self) -> bool: ...
+
+    def layer_done(self, layer: int) -> bool: ...
+
+    def wait(self, seconds: float) -> bool: ...
+
+    def wait_layer(self, layer: int, seconds: float) -> bool: ...
+
+    def wait_drained(self, seconds: float) -> bool: ...
+
+    def cancel(self) -> None: ...
+
+    def statuses(self) -> Annotated[NDArray[numpy.uint8], dict(shape=(None,))]: ...
+
+    @property
+    def seconds(self) -> float: ...
+
+    @property
+    def blocks(self) -> int: ...
+
+class Executor:
+    """Lanes that move bytes between devices and host tensors."""
+
+    def __init__(self, layout: Layout, devices: Sequence[tuple[int, int, int]], kind: str, lanes: int, queue_depth: int, register_buffers: bool, table: SlotTable, faults: FaultInjector | None) -> None: ...
+
+    def start(self, bases: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)], strides: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)], blocks: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> None: ...
+
+    def submit(self, write: bool, slots: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)], generations: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)], rots: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu', writable=False)], blocks: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)], deadline_seconds: float) -> Plan: ...
+
+    def stop(self, grace_seconds: float) -> None: ...
+
+    @property
+    def started(self) -> bool: ...
+
+    @property
+    def buffer_note(self) -> str: ...
+
+    def stats(self) -> dict: ...

@@ -1,0 +1,58 @@
+"""The command `tutti doctor`: what this machine and these devices can do, what is in the way and why."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from typing import TYPE_CHECKING
+
+from tutti_mooncake.cli import device_checks, machine_checks
+from tutti_mooncake.cli.output import print_json
+from tutti_mooncake.cli.store_arguments import add_store_arguments, given_settings
+
+if TYPE_CHECKING:
+    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
+
+_DOCTOR = """\
+Prints findings as [ok], [warn] or [FAIL], each with its reason, then what the I/O layer found it can use. The status
+is 1 when something fails. Without --devices (or TUTTI_DEVICES) only the machine is looked at.
+"""
+
+
+def add_commands(commands: Subparsers) -> None:
+    """Adds this file's command."""
+    doctor = commands.add_parser("doctor", help="check this machine and these devices", description=_DOCTOR)
+    add_store_arguments(doctor)
+    doctor.set_defaults(run=run_doctor)
+
+
+def run_doctor(arguments: argparse.Namespace) -> int:
+    """Runs every check; a device that is missing is a finding, not an error."""
+    from tutti_mooncake.io.probe import probe
+
+    devices = _devices(arguments)
+    findings = machine_checks.findings()
+    for device in devices:
+        findings += device_checks.findings(device)
+    present = [device for device in devices if os.path.exists(device)]
+    report = probe(present)
+    failed = any(finding.state == "FAIL" for finding in findings)
+    if arguments.json:
+        print_json({"ok": not failed, "findings": [finding.as_dict() for finding in findings], "io": report.as_dict()})
+        return int(failed)
+    subject = None
+    for finding in findings:
+        if finding.subject != subject:
+            subject = finding.subject
+            print(subject)
+        print(f"  {finding.line()}")
+    print("I/O layer")
+    for line in report.lines():
+        print(f"  {line}")
+    return int(failed)
+
+
+def _devices(arguments: argparse.Namespace) -> list[str]:
+    value = given_settings(arguments).get("devices", (os.environ.get("TUTTI_DEVICES", ""), ""))[0]
+    names = value.split(",") if isinstance(value, str) else list(value)
+    return [name for name in names if name]

@@ -1,0 +1,152 @@
+"""Settings of a store: one validated tree with the same names in Python, environment (TUTTI_<NAME>) and connector options."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from tutti_mooncake.errors import ConfigError
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+_CHOICES = {
+    "durability": ("none", "data", "flush"),
+    "executor": ("auto", "uring", "posix"),
+    "admission": ("all", "second_touch"),
+}
+ENVIRONMENT_PREFIX = "TUTTI_"
+
+
+def parse_bytes(value: int | str, name: str) -> int:
+    """Bytes of 1024, "64MiB", "200 GB". Raises ConfigError naming the setting."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?i?B?)\s*", str(value), re.IGNORECASE)
+    unit = match.group(2).upper() if match else ""
+    if match is None or (unit not in _UNITS and unit + "B" not in _UNITS):
+        raise ConfigError(f"{name}: {value!r} is no size; write for example 64MiB, 200GiB or 1.5TB")
+    return int(float(match.group(1)) * _UNITS.get(unit, _UNITS.get(unit + "B", 1)))
+
+
+@dataclass(frozen=True)
+class StoreConfig:
+    """Settings of one store. Sizes take numbers or text such as "200GiB". Raises ConfigError for values that can't be.
+
+    devices                     directories or raw partitions (block devices); objects are striped over them
+    pool                        name of the pool inside the directories; one pool holds one namespace
+    capacity                    physical bytes of the pool over all devices and ranks, metadata included; never exceeded
+    durability                  none = no waiting; data = survives the process; flush = survives power loss
+    executor                    auto, uring or posix
+    lanes                       I/O threads; 0 = by cores
+    queue_depth                 operations in flight per lane
+    register_buffers            pin the KV tensors for io_uring once instead of at each operation
+    admission                   all = store what is offered; second_touch = only what is offered again
+    write_budget_bytes_per_day  0 = no limit; beyond it stores are rejected
+    ttl_seconds                 0 = never; blocks expire this long after they were stored
+    tenant_salt                 blocks are found only under the salt they were stored under
+    read_only                   serve what is there; change nothing
+    read_deadline_seconds       a retrieve ends after this, done or not
+    write_deadline_seconds      the same for a store
+    prewrite                    write the whole pool once when it is made, so that later writes find allocated blocks
+    rebuild_on_loss             make the pool anew on the devices that are left when one is gone
+    """
+
+    devices: tuple[str, ...]
+    capacity: int | str = 0
+    pool: str = "default"
+    durability: str = "data"
+    executor: str = "auto"
+    lanes: int = 0
+    queue_depth: int = 32
+    register_buffers: bool = True
+    admission: str = "all"
+    write_budget_bytes_per_day: int | str = 0
+    ttl_seconds: float = 0
+    tenant_salt: str = ""
+    read_only: bool = False
+    read_deadline_seconds: float = 30
+    write_deadline_seconds: float = 60
+    prewrite: bool = False
+    rebuild_on_loss: bool = False
+
+    def __post_init__(self) -> None:
+        devices = self.devices.split(",") if isinstance(self.devices, str) else self.devices
+        object.__setattr__(self, "devices", tuple(os.fspath(device) for device in devices))
+        if not self.devices or not all(self.devices):
+            raise ConfigError("devices: name at least one directory or partition, for example /mnt/nvme0/tutti")
+        if len(set(map(os.path.realpath, self.devices))) != len(self.devices):
+            raise ConfigError(f"devices: the same device twice in {list(self.devices)}")
+        if len(self.devices) > 255:
+            raise ConfigError(f"devices: at most 255, not {len(self.devices)}")
+        for name in ("capacity", "write_budget_bytes_per_day"):
+            size = parse_bytes(getattr(self, name), name)
+            if size < 0:
+                raise ConfigError(f"{name}: {size} is negative")
+            object.__setattr__(self, name, size)
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise ConfigError(f"{name}: {getattr(self, name)!r} is none of {', '.join(choices)}")
+        if not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", self.pool):
+            raise ConfigError(f"pool: {self.pool!r} must be 1 to 64 letters, digits, dots, dashes or underscores")
+        if not 1 <= self.queue_depth <= 1024:
+            raise ConfigError(f"queue_depth: {self.queue_depth} is not between 1 and 1024")
+        if not 0 <= self.lanes <= 64:
+            raise ConfigError(f"lanes: {self.lanes} is not between 0 and 64")
+        if self.ttl_seconds < 0 or self.read_deadline_seconds <= 0 or self.write_deadline_seconds <= 0:
+            raise ConfigError("ttl_seconds can't be negative, and deadlines must be positive")
+
+    @property
+    def capacity_bytes(self) -> int:
+        """`capacity` as a number."""
+        return int(self.capacity)
+
+    @property
+    def write_budget(self) -> int:
+        """`write_budget_bytes_per_day` as a number."""
+        return int(self.write_budget_bytes_per_day)
+
+    def as_dict(self) -> dict[str, Any]:
+        """All settings by name."""
+        return {**asdict(self), "devices": list(self.devices)}
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any], environment: Mapping[str, str] | None = None) -> StoreConfig:
+        """Settings by name; what is missing comes from TUTTI_<NAME> in the environment, then from the defaults.
+
+        Raises ConfigError for unknown names (with the nearest known one) and for values of the wrong type.
+        """
+        known = {field.name: field for field in fields(cls)}
+        for name in values:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, n=1)
+                hint = f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(known)}"
+                raise ConfigError(f"unknown setting {name!r}{hint}")
+        environment = os.environ if environment is None else environment
+        merged: dict[str, Any] = {
+            name: environment[ENVIRONMENT_PREFIX + name.upper()] for name in known if ENVIRONMENT_PREFIX + name.upper() in environment
+        }
+        merged.update(values)
+        if "devices" not in merged:
+            raise ConfigError("devices is missing: name at least one directory or partition, for example /mnt/nvme0/tutti")
+        return cls(**{name: _typed(name, str(known[name].type), value) for name, value in merged.items()})
+
+
+def _typed(name: str, kind: str, value: Any) -> Any:
+    if kind == "bool" and isinstance(value, str):
+        if value.lower() not in ("0", "1", "true", "false", "yes", "no"):
+            raise ConfigError(f"{name}: {value!r} is neither true nor false")
+        return value.lower() in ("1", "true", "yes")
+    try:
+        if kind == "int" and not isinstance(value, bool):
+            return int(value)
+        if kind == "float":
+            return float(value)
+    except (TypeError, ValueError):
+        raise ConfigError(f"{name}: {value!r} is no number") from None
+    wanted = {"bool": bool, "str": str, "int": int}.get(kind)
+    if wanted is not None and not isinstance(value, wanted):
+        raise ConfigError(f"{name}: {value!r} should be {kind}")
+    return value

@@ -1,0 +1,51 @@
+"""Counts of what the connector did, kept by both halves of one engine.
+
+Each field is written by one half only. The denominator of a hit rate is `requested_tokens`: every prompt token of every
+admitted request, cached or not, so `1 - (local_hit_tokens + hit_tokens) / requested_tokens` is what had to be computed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+
+@dataclass
+class Counters:
+    """Monotonic counters; tokens and blocks are vLLM's."""
+
+    requests: int = 0
+    """Requests admitted at least once."""
+    requested_tokens: int = 0
+    """Prompt tokens of those requests, each counted once."""
+    local_hit_tokens: int = 0
+    """Of these, found in vLLM's own prefix cache at admission."""
+    hit_tokens: int = 0
+    """Of these, loaded from the store, and loaded well."""
+    preemptions: int = 0
+    """Times that vLLM took a request's blocks away before it had ended."""
+    loads: int = 0
+    """Loads that ended."""
+    loads_failed: int = 0
+    """Loads of which at least one block failed and was computed again."""
+    loads_cancelled: int = 0
+    """Loads whose request ended before they did."""
+    blocks_loaded: int = 0
+    """Blocks that arrived whole."""
+    bytes_loaded: int = 0
+    """Bytes of those blocks."""
+    load_seconds: float = 0.0
+    """Time from submission to end, summed over loads."""
+    blocks_stored: int = 0
+    """Blocks that this engine made durable."""
+    blocks_already_stored: int = 0
+    """Blocks that were in the store when they were offered."""
+    blocks_refused: int = 0
+    """Blocks that the store's policy did not take; not an error."""
+    blocks_store_failed: int = 0
+    """Blocks whose store failed, ran out of time or was cancelled."""
+    store_errors: int = 0
+    """Calls to the store that raised; each was treated as a miss."""
+
+    def as_dict(self) -> dict[str, int | float]:
+        """A copy by name, for logs and reports."""
+        return asdict(self)

@@ -1,0 +1,147 @@
+"""A vLLM engine with TuttiConnector as a process of its own: one JSON object per line in, one per line out.
+
+`python -m tutti_mooncake.demo.engine_server` reads its settings from the first line (keyword arguments of `vllm.LLM`),
+answers `{"ready": ...}`, then serves one command per line until `shutdown` or the end of its input. `engine_client` is
+the other side. The engine's core runs in this process, so a `SIGKILL` takes the scheduler, the worker and the store
+alike.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import traceback
+from dataclasses import asdict
+from typing import IO, Any
+
+
+class EngineServer:
+    """`llm`: a `vllm.LLM` whose core runs in this process and whose connector is `TuttiConnector`."""
+
+    def __init__(self, llm: Any) -> None:
+        self._engine = llm.llm_engine
+        self._core = self._engine.engine_core.engine_core
+        self._next_id = 0
+
+    def generate(self, prompts: list[list[int]], max_tokens: int, logprobs: bool = False) -> list[dict[str, Any]]:
+        """Answers all prompts (token ids) at once, greedily. `ttft_seconds` counts from the submission of the batch."""
+        return self._run(self._add(prompts, max_tokens, logprobs))
+
+    def generate_and_abort(
+        self, prompts: list[list[int]], max_tokens: int, abort_at_step: dict[str, int]
+    ) -> list[dict[str, Any]]:
+        """As `generate`, but aborts prompt `int(i)` before engine step `abort_at_step[i]`; its answer stays empty."""
+        ids = self._add(prompts, max_tokens, False)
+        steps = {ids[int(position)]: step for position, step in abort_at_step.items()}
+        return self._run(ids, steps)
+
+    def drain(self) -> None:
+        """Returns when every store of every ended request is durable."""
+        while self._core.scheduler.has_requests():
+            self._engine.step()
+
+    def reset_prefix_cache(self) -> bool:
+        """Empties vLLM's own cache, not the store."""
+        self.drain()
+        return bool(self._engine.reset_prefix_cache())
+
+    def tokenize(self, text: str) -> list[int]:
+        """Token ids of `text`, without any added token."""
+        return list(self._engine.get_tokenizer().encode(text, add_special_tokens=False))
+
+    def chat(self, messages: list[dict[str, str]]) -> list[int]:
+        """Token ids of the conversation in the model's chat template, up to where the assistant answers."""
+        tokenizer = self._engine.get_tokenizer()
+        return self.tokenize(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
+
+    def report(self) -> dict[str, Any]:
+        """Counters of the connector and statistics of the store."""
+        from tutti_mooncake.connectors.vllm.registry import open_stores
+
+        (engine_store,) = open_stores()
+        connector = self._core.scheduler.get_kv_connector()
+        return {
+            "counters": engine_store.counters.as_dict(),
+            "stats": engine_store.store.stats(),
+            "geometry": asdict(engine_store.geometry),
+            "recovered_blocks": engine_store.store.recovery.recovered_blocks,
+            "pins_held": connector.pins_held,
+        }
+
+    def shutdown(self) -> None:
+        """Ends the engine and closes the store."""
+        self._engine.engine_core.shutdown()
+
+    def _add(self, prompts: list[list[int]], max_tokens: int, logprobs: bool) -> list[str]:
+        from vllm import SamplingParams
+
+        parameters = SamplingParams(temperature=0.0, max_tokens=max_tokens, logprobs=1 if logprobs else None)
+        ids = []
+        for prompt in prompts:
+            ids.append(str(self._next_id))
+            self._next_id += 1
+            self._engine.add_request(ids[-1], {"prompt_token_ids": prompt}, parameters)
+        return ids
+
+    def _run(self, ids: list[str], abort_at_step: dict[str, int] | None = None) -> list[dict[str, Any]]:
+        begin = time.perf_counter()
+        answers: dict[str, dict[str, Any]] = {request_id: {"token_ids": [], "text": ""} for request_id in ids}
+        pending = dict(abort_at_step or {})
+        step = 0
+        while self._engine.has_unfinished_requests():
+            due = [request_id for request_id, at in pending.items() if at <= step]
+            if due:
+                self._engine.abort_request(due)
+                for request_id in due:
+                    del pending[request_id]
+            for output in self._engine.step():
+                if output.request_id not in answers or not output.outputs[0].token_ids:
+                    continue
+                answer, completion = answers[output.request_id], output.outputs[0]
+                answer.setdefault("ttft_seconds", time.perf_counter() - begin)
+                answer |= {"token_ids": list(completion.token_ids), "text": completion.text}
+                answer["finish_reason"] = completion.finish_reason
+                if completion.logprobs:
+                    answer["logprobs"] = [
+                        float(chosen[token].logprob)
+                        for token, chosen in zip(completion.token_ids, completion.logprobs, strict=True)
+                    ]
+            step += 1
+        return [answers[request_id] for request_id in ids]
+
+
+def serve(lines: IO[str], answers: IO[str]) -> None:
+    """Serves commands from `lines` and writes to `answers` until `shutdown` or the end of the input."""
+    settings = json.loads(lines.readline())
+    begin = time.perf_counter()
+    from vllm import LLM
+
+    server = EngineServer(LLM(**settings))
+    _answer(answers, {"ready": True, "start_seconds": time.perf_counter() - begin})
+    for line in lines:
+        command = json.loads(line)
+        name = command.pop("command")
+        try:
+            _answer(answers, {"result": getattr(server, name)(**command)})
+        except Exception:
+            _answer(answers, {"error": traceback.format_exc()})
+        if name == "shutdown":
+            return
+
+
+def _answer(answers: IO[str], message: dict[str, Any]) -> None:
+    answers.write(json.dumps(message) + "\n")
+    answers.flush()
+
+
+def main() -> None:
+    """Keeps standard output for answers alone: whatever else prints goes to standard error."""
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    serve(sys.stdin, answers)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,126 @@
+"""Choice of executor, and the mover: registered tensors plus the native lanes that fill and drain them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tutti_mooncake import _native
+from tutti_mooncake.errors import TensorError
+from tutti_mooncake.geometry import Geometry
+from tutti_mooncake.io.device import DeviceFile
+
+if TYPE_CHECKING:
+    import torch
+
+FOREVER = -1.0
+
+
+def choose_executor(wanted: str) -> tuple[str, str]:
+    """(kind, reason): `wanted`, or for "auto" the best that works here, found by trying. Both are text for people."""
+    if wanted == "posix":
+        return "posix", "chosen by configuration"
+    refusal = _native.probe_uring()
+    if not refusal:
+        return "uring", "io_uring works in this process"
+    return "posix", f"io_uring is refused: {refusal}"
+
+
+def default_lanes(kind: str) -> int:
+    """Threads that move bytes: half of the cores for uring (at most 16); twice the cores for posix, whose threads wait for the device."""
+    cores = len(os.sched_getaffinity(0))
+    return max(1, min(16, cores // 2)) if kind == "uring" else max(4, min(32, 2 * cores))
+
+
+class Mover:
+    """Moves blocks between one rank's KV tensors and the devices. Thread-safe once register() has returned."""
+
+    def __init__(
+        self,
+        layout: _native.Layout,
+        devices: Sequence[DeviceFile],
+        *,
+        kind: str,
+        lanes: int,
+        queue_depth: int,
+        register_buffers: bool,
+        slot_table: _native.SlotTable,
+        faults: _native.FaultInjector | None = None,
+    ) -> None:
+        self._executor = _native.Executor(
+            layout,
+            [(device.direct_fd, device.memory_align, device.offset_align) for device in devices],
+            kind,
+            lanes or default_lanes(kind),
+            queue_depth,
+            register_buffers,
+            slot_table,
+            faults,
+        )
+        self._tensors: list[Any] = []
+        self.blocks = 0
+
+    @property
+    def registered(self) -> bool:
+        """True once register() has succeeded."""
+        return bool(self._tensors)
+
+    def register(self, tensors: Sequence[torch.Tensor], geometry: Geometry) -> None:
+        """Takes one CPU tensor per object index; keeps a reference. Raises TensorError naming the first that doesn't fit."""
+        if self.registered:
+            raise TensorError("KV tensors are registered already; a store serves one set of tensors")
+        if len(tensors) != geometry.objects_per_block:
+            raise TensorError(
+                f"{len(tensors)} tensors for {geometry.objects_per_block} objects per block (kv_factor {geometry.kv_factor} x {geometry.layers} layers)"
+            )
+        for index, tensor in enumerate(tensors):
+            _check_tensor(index, tensor, geometry)
+        blocks = {int(tensor.shape[0]) for tensor in tensors}
+        if len(blocks) != 1:
+            raise TensorError(f"tensors have different numbers of blocks: {sorted(blocks)}")
+        bases = np.array([tensor.data_ptr() for tensor in tensors], dtype=np.uint64)
+        strides = np.array([tensor.stride(0) * tensor.element_size() for tensor in tensors], dtype=np.uint64)
+        self.blocks = blocks.pop()
+        self._executor.start(bases, strides, np.full(len(tensors), self.blocks, dtype=np.uint64))
+        self._tensors = list(tensors)
+
+    def submit(
+        self,
+        *,
+        write: bool,
+        slots: npt.NDArray[np.uint32],
+        generations: npt.NDArray[np.uint32],
+        rots: npt.NDArray[np.uint8],
+        blocks: npt.NDArray[np.uint32],
+        deadline_seconds: float,
+    ) -> _native.Plan:
+        """Enqueues a plan and returns at once."""
+        return self._executor.submit(write, slots, generations, rots, blocks, deadline_seconds)
+
+    def stop(self, grace_seconds: float) -> None:
+        """Ends running plans after at most `grace_seconds`, joins the lanes and lets the tensors go."""
+        self._executor.stop(grace_seconds)
+        self._tensors = []
+
+    def stats(self) -> dict[str, int | str]:
+        """Counters of the lanes."""
+        return {**self._executor.stats(), "buffer_note": self._executor.buffer_note}
+
+
+def _check_tensor(index: int, tensor: torch.Tensor, geometry: Geometry) -> None:
+    where = f"tensors[{index}]"
+    if tensor.device.type != "cpu":
+        raise TensorError(f"{where} is on {tensor.device}; this executor moves CPU tensors")
+    if tensor.dim() < 2 or tensor.shape[0] < 1:
+        raise TensorError(f"{where} has shape {tuple(tensor.shape)}; the first dimension must be the engine's blocks")
+    if not tensor[0].is_contiguous():
+        raise TensorError(f"{where}: one block, shape {tuple(tensor.shape[1:])} strides {tensor.stride()[1:]}, is not contiguous")
+    size = tensor[0].numel() * tensor.element_size()
+    if size != geometry.object_bytes:
+        raise TensorError(f"{where}: one block has {size} bytes, the geometry says object_bytes {geometry.object_bytes}")
+    if tensor.shape[0] > 1 and tensor.stride(0) * tensor.element_size() < size:
+        raise TensorError(f"{where}: blocks overlap (stride {tensor.stride(0) * tensor.element_size()} bytes for objects of {size})")

@@ -1,0 +1,497 @@
+"""The local store: one pool, its index and its mover, as one object inside the engine's process.
+
+Order of a store: room is made (records of evicted blocks are freed on the device first) -> slots are reserved -> bytes and checksums
+go out -> [fdatasync] -> record -> [fdatasync] -> the block can be found. Order of a removal: it can't be found any more -> its record is
+free on the device -> no running retrieve is older than the removal -> the slot may be reused.
+Invariants: a retrieve pins its deepest block, so eviction never takes what is being read; bytes are checked against the checksums of the
+slot's own record of the same generation; operations never raise for I/O errors, they end with statuses.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tutti_mooncake import _native
+from tutti_mooncake.config import StoreConfig
+from tutti_mooncake.errors import PoolReadOnly, Status, StoreClosed, TensorError
+from tutti_mooncake.geometry import Geometry
+from tutti_mooncake.io.executor import Mover, choose_executor
+from tutti_mooncake.keys import BlockIds, Keys, as_block_ids, as_key_array, salt_mask
+from tutti_mooncake.store.admission import WriteBudget, make_admission
+from tutti_mooncake.store.operations import Operation, RetrieveOperation, StoreOperation
+from tutti_mooncake.store.pool import Pool, Progress
+from tutti_mooncake.store.recovery import recover
+from tutti_mooncake.store.reports import BlockInfo, Pin, RecoveryReport, VerifyReport
+from tutti_mooncake.store.retire import Retirement
+from tutti_mooncake.store.verify import verify_blocks
+
+if TYPE_CHECKING:
+    import torch
+
+Slots = npt.NDArray[np.uint32]
+NO_SLOT = 2**32 - 1
+_SWEEP_SLOTS = 4096
+_EVICT_BATCH = 64
+_STOP_GRACE_SECONDS = 10.0
+# A retrieve that ended so proves the stored copy unusable; it is dropped with its descendants.
+_DROP = (Status.CHECKSUM_ERROR, Status.DEVICE_ERROR, Status.SHORT_IO, Status.STALE)
+
+
+class LocalStore:
+    """See docs/api.md. All methods are thread-safe; those that wait release the GIL."""
+
+    def __init__(
+        self,
+        pool: Pool,
+        table: _native.BlockTable,
+        config: StoreConfig,
+        recovery: RecoveryReport,
+        *,
+        faults: _native.FaultInjector | None,
+        clock: Callable[[], float],
+    ) -> None:
+        self.config = config
+        self.geometry = pool.geometry
+        self.recovery = recovery
+        self._pool = pool
+        self._table = table
+        self._clock = clock
+        self._mask = salt_mask(config.tenant_salt)
+        self.executor, self.executor_reason = choose_executor(config.executor)
+        self._mover = Mover(
+            pool.layout,
+            pool.devices,
+            kind=self.executor,
+            lanes=config.lanes,
+            queue_depth=config.queue_depth,
+            register_buffers=config.register_buffers,
+            slot_table=pool.slot_table,
+            faults=faults,
+        )
+        self._admission = make_admission(config.admission)
+        state = pool.read_state()
+        self._budget = WriteBudget(config.write_budget, clock(), state.get("budget_level"), state.get("budget_time"))
+        self._retirement = Retirement(table, self._free_records)
+        self._counters: dict[str, int] = {}
+        self._pins: dict[Pin, None] = {}
+        self._closed = False
+        self._lock = threading.RLock()  # order of reservations, evictions and removals
+        self._running: queue.SimpleQueue[Operation | None] = queue.SimpleQueue()
+        self._undrained: list[Callable[[], bool]] = []
+        self._committer = threading.Thread(target=self._commit_loop, name="tutti-commit", daemon=True)
+        if not config.read_only:
+            self._write_state(clean=False)
+        self._committer.start()
+
+    @classmethod
+    def open(
+        cls,
+        config: StoreConfig,
+        geometry: Geometry,
+        *,
+        rank: int = 0,
+        create: bool = True,
+        progress: Progress | None = None,
+        faults: _native.FaultInjector | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> LocalStore:
+        """Opens the pool, or allocates it when it isn't there and `create`; recovers what is on it.
+
+        `progress(done_bytes, total_bytes)` follows a prewrite. `faults` and `clock` are the seams that tests use.
+        Raises ConfigError, NamespaceMismatch, PoolLocked, PoolCorrupt, PoolMissing, FormatVersionError, DeviceFull, DeviceUnavailable.
+        """
+        pool = Pool.open(config, geometry, rank=rank, create=create, progress=progress)
+        try:
+            table, report = recover(pool, int(clock()), read_only=config.read_only)
+            return cls(pool, table, config, report, faults=faults, clock=clock)
+        except BaseException:
+            pool.close()
+            raise
+
+    # --- tensors ---
+
+    def register(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Takes the engine's KV tensors, one per object index; keeps a reference until close(). Raises TensorError."""
+        self._check_open()
+        self._mover.register(tensors, self.geometry)
+
+    # --- lookups ---
+
+    def lookup(self, keys: Keys) -> int:
+        """Number of leading keys that are resident; makes them recently used."""
+        self._check_open()
+        array = as_key_array(keys, self._mask)
+        hits = int(self._table.find_prefix(array, self._now(), True))
+        self._count(lookups=1, lookup_blocks=len(array), lookup_hit_blocks=hits)
+        return hits
+
+    def pin(self, keys: Keys, lease_seconds: float) -> Pin:
+        """Protects the leading resident blocks from eviction for at most `lease_seconds`. `Pin.blocks` may be 0."""
+        self._check_open()
+        array = as_key_array(keys, self._mask)
+        with self._lock:
+            self._expire_pins()
+            slot, generation, blocks = self._table.pin_prefix(array, self._now())
+            pin = Pin(slot, generation, blocks, self._clock() + lease_seconds)
+            if blocks:
+                if pin in self._pins:  # the same block, pinned in the same instant: tell them apart
+                    pin = Pin(slot, generation, blocks, pin.expires + 1e-6 * (1 + len(self._pins)))
+                self._pins[pin] = None
+        return pin
+
+    def unpin(self, pin: Pin) -> None:
+        """Ends a pin; one that has expired or was ended before is ignored."""
+        with self._lock:
+            if pin in self._pins:
+                del self._pins[pin]
+                self._table.unpin(pin.slot, pin.generation)
+
+    # --- moving blocks ---
+
+    def store(self, keys: Keys, block_ids: BlockIds, *, parent: bytes | None = None, deadline_seconds: float | None = None) -> StoreOperation:
+        """Starts to store consecutive blocks of one chain below `parent` (None = root).
+
+        The blocks' memory must not change until the operation is done and drained. Raises KeyFormatError, TensorError, StoreClosed;
+        everything else is a status.
+        """
+        self._check_open()
+        array = as_key_array(keys, self._mask)
+        blocks = as_block_ids(block_ids, len(array), self._blocks())
+        parent_key = None if parent is None else as_key_array([parent], self._mask)
+        statuses = np.full(len(array), Status.REJECTED, dtype=np.uint8)
+        nothing = np.empty(0, dtype=np.uint32)
+        self._count(store_offered_blocks=len(array))
+        if self.config.read_only or len(array) == 0:
+            return StoreOperation(statuses, nothing, None, 0, self._finish_store)
+        with self._lock:
+            admitted = self._admitted(array, statuses)
+            chain = array[:admitted]
+            if not admitted:
+                self._count_statuses("store", statuses)
+                return StoreOperation(statuses, nothing, None, 0, self._finish_store)
+            reserved, slots, generations, rots = self._reserve(chain, parent_key)
+            statuses[:admitted] = reserved
+            positions = np.flatnonzero(reserved == Status.OK).astype(np.uint32)
+            self._budget.give_back((admitted - len(positions)) * self._slot_payload())
+            if not len(positions):
+                self._count_statuses("store", statuses)
+                return StoreOperation(statuses, nothing, None, 0, self._finish_store)
+            plan = self._mover.submit(
+                write=True,
+                slots=slots[positions],
+                generations=generations[positions],
+                rots=rots[positions],
+                blocks=blocks[positions],
+                deadline_seconds=self.config.write_deadline_seconds if deadline_seconds is None else deadline_seconds,
+            )
+        operation = StoreOperation(statuses, positions, plan, self._slot_payload(), self._finish_store)
+        operation.slots = slots[positions]
+        self._running.put(operation)
+        return operation
+
+    def retrieve(self, keys: Keys, block_ids: BlockIds, *, deadline_seconds: float | None = None) -> RetrieveOperation:
+        """Starts to load consecutive blocks of one chain into engine blocks `block_ids`.
+
+        The blocks' memory belongs to the store until the operation is done and drained. Errors as in store().
+        """
+        self._check_open()
+        array = as_key_array(keys, self._mask)
+        blocks = as_block_ids(block_ids, len(array), self._blocks())
+        if len(set(blocks.tolist())) != len(blocks):
+            raise TensorError("block_ids name the same engine block twice; two reads into one block would race")
+        with self._lock:
+            statuses, slots, generations, rots = self._table.resolve(array, self._now())
+            positions = np.flatnonzero(statuses == Status.OK).astype(np.uint32)
+            if not len(positions):
+                self._count_statuses("retrieve", statuses)
+                return RetrieveOperation(statuses, positions, None, 0, self._finish_retrieve)
+            deepest = int(slots[positions[-1]])
+            self._table.pin(deepest)
+            ticket = self._retirement.reader_begins()
+            plan = self._mover.submit(
+                write=False,
+                slots=slots[positions],
+                generations=generations[positions],
+                rots=rots[positions],
+                blocks=blocks[positions],
+                deadline_seconds=self.config.read_deadline_seconds if deadline_seconds is None else deadline_seconds,
+            )
+        operation = RetrieveOperation(statuses, positions, plan, self._slot_payload(), self._finish_retrieve)
+        operation.keys, operation.slots, operation.generations = array[positions], slots[positions], generations[positions]
+        operation.ticket = ticket
+        self._running.put(operation)
+        return operation
+
+    # --- removing blocks ---
+
+    def evict(self, blocks: int) -> int:
+        """Removes up to `blocks` unpinned blocks, oldest leaves first. Returns how many."""
+        self._check_writable()
+        with self._lock:
+            return self._evict(blocks)
+
+    def drop(self, keys: Keys) -> int:
+        """Removes these blocks with all their descendants. Returns how many went."""
+        self._check_writable()
+        array = as_key_array(keys, self._mask)
+        with self._lock:
+            removed = self._table.remove(array, np.zeros(len(array), dtype=np.uint32))
+            self._retirement.retire(removed)
+        self._count(dropped_blocks=len(removed))
+        return len(removed)
+
+    def clear(self) -> int:
+        """Removes every block. Returns how many went."""
+        self._check_writable()
+        with self._lock:
+            removed = self._table.clear()
+            self._retirement.retire(removed)
+        self._count(cleared_blocks=len(removed))
+        return len(removed)
+
+    def verify(self, progress: Progress | None = None) -> VerifyReport:
+        """Reads every resident block, checks it, and drops what fails. `progress(done_blocks, total_blocks)`."""
+        self._check_open()
+        return verify_blocks(self._pool, self._table, progress, self._drop_failed)
+
+    # --- views ---
+
+    def entries(self, limit: int | None = None) -> Iterator[BlockInfo]:
+        """Resident blocks in slot order; a view that may be out of date as soon as it is given out. Keys are salted ones."""
+        first, left = 0, self._table.slots if limit is None else limit
+        while left > 0:
+            slots = self._table.resident_slots(first, min(left, 4096))
+            if not len(slots):
+                return
+            fields = self._table.records(self._pool.slot_table, slots)
+            parents = self._table.records(self._pool.slot_table, np.where(fields["parent_slots"] == NO_SLOT, slots, fields["parent_slots"]))
+            for i, slot in enumerate(slots):
+                root = int(fields["parent_slots"][i]) == NO_SLOT
+                yield BlockInfo(
+                    bytes(fields["keys"][i]),
+                    None if root else bytes(parents["keys"][i]),
+                    int(slot),
+                    int(fields["generations"][i]),
+                    self.geometry.block_tokens,
+                    self._slot_payload(),
+                    int(fields["created"][i]),
+                    int(fields["last_use"][i]),
+                    int(fields["expiry"][i]),
+                )
+            first, left = int(slots[-1]) + 1, left - len(slots)
+
+    def stats(self) -> dict[str, Any]:
+        """Counters and gauges; sizes in bytes."""
+        counts = self._table.counts()
+        with self._lock:
+            self._expire_pins()
+            counters = dict(self._counters)
+        return {
+            **{f"{name}_blocks": value for name, value in counts.items()},
+            "slots": self._table.slots,
+            "block_bytes": self._slot_payload(),
+            "pool_bytes": self._pool.physical_bytes(),
+            "capacity_bytes": int(self._pool.superblock["capacity"]),
+            "index_memory_bytes": self._table.memory_bytes,
+            "pins": len(self._pins),
+            "executor": self.executor,
+            **counters,
+            **self._mover.stats(),
+        }
+
+    def close(self) -> None:
+        """Lets running operations end (at most 10 s), writes recency and the clean mark, and gives the pool back. Idempotent."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        self._mover.stop(_STOP_GRACE_SECONDS)
+        self._running.put(None)
+        self._committer.join()
+        if not self.config.read_only:
+            self._pool.slot_table.save_recency(self._table)
+            if self.config.durability == "flush":
+                self._pool.flush_records()
+            self._write_state(clean=True)
+        self._pool.close()
+
+    def __enter__(self) -> LocalStore:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    # --- inner parts ---
+
+    def _now(self) -> int:
+        return int(self._clock())
+
+    def _slot_payload(self) -> int:
+        return self.geometry.payload_bytes_per_block
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StoreClosed("the store is closed")
+
+    def _check_writable(self) -> None:
+        self._check_open()
+        if self.config.read_only:
+            raise PoolReadOnly("the store was opened read-only")
+
+    def _blocks(self) -> int:
+        if not self._mover.registered:
+            raise TensorError("no KV tensors are registered; call register() first")
+        return self._mover.blocks
+
+    def _count(self, **amounts: int) -> None:
+        with self._lock:
+            for name, amount in amounts.items():
+                self._counters[name] = self._counters.get(name, 0) + amount
+
+    def _count_statuses(self, kind: str, statuses: npt.NDArray[np.uint8]) -> None:
+        names, counts = np.unique(statuses, return_counts=True)
+        self._count(**{f"{kind}_{Status(name).name.lower()}_blocks": int(count) for name, count in zip(names, counts, strict=True)})
+
+    def _write_state(self, *, clean: bool) -> None:
+        self._pool.write_state(clean=clean, budget_level=self._budget.level, budget_time=self._clock())
+
+    def _admitted(self, keys: npt.NDArray[np.uint8], statuses: npt.NDArray[np.uint8]) -> int:
+        """How many leading keys may be stored; those beyond keep REJECTED in `statuses`."""
+        flags = self._admission.admit(keys)
+        resident, _, _, _ = self._table.resolve(keys, self._now())
+        new = resident != Status.OK
+        refused = np.flatnonzero(new & ~flags)
+        admitted = int(refused[0]) if len(refused) else len(keys)
+        granted = self._budget.take(self._slot_payload(), admitted, self._clock())
+        if granted < admitted:
+            self._count(store_over_budget_blocks=admitted - granted)
+        return granted
+
+    def _reserve(self, chain: npt.NDArray[np.uint8], parent: npt.NDArray[np.uint8] | None) -> tuple[Any, Slots, Slots, npt.NDArray[np.uint8]]:
+        now = self._now()
+        if self.config.ttl_seconds:
+            self._retirement.retire(self._table.sweep_expired(_SWEEP_SLOTS, now))
+        above = chain if parent is None else np.concatenate([parent, chain])
+        slot, generation, _ = self._table.pin_prefix(above, now)  # eviction must not take what the new blocks hang on
+        try:
+            missing = len(chain) - self._table.counts()["free"]
+            if missing > 0:
+                self._evict(min(max(missing, _EVICT_BATCH), max(missing, self._table.slots // 16)))
+            expiry = int(now + self.config.ttl_seconds) if self.config.ttl_seconds else 0
+            reservations, removed = self._table.reserve(chain, parent, expiry, now)
+            self._retirement.retire(removed)
+        finally:
+            if slot != NO_SLOT:
+                self._table.unpin(slot, generation)
+        statuses, slots, generations, rots = reservations
+        return statuses, slots, generations, rots
+
+    def _evict(self, blocks: int) -> int:
+        removed = self._table.evict(blocks)
+        if len(removed):  # nobody reads them: a retrieve pins what it reads
+            self._free_records(removed)
+            self._table.release(removed)
+            self._count(evicted_blocks=len(removed))
+        return len(removed)
+
+    def _free_records(self, slots: Slots) -> None:
+        status = Status(self._pool.slot_table.write(self._table, slots, False))
+        if status != Status.OK:
+            self._count(record_errors=1)
+        if self.config.durability == "flush":
+            self._pool.flush_records()
+
+    def _drop_failed(self, keys: npt.NDArray[np.uint8], generations: Slots) -> None:
+        """Removes blocks whose stored copy proved unusable. `keys` are salted."""
+        if self.config.read_only:
+            return
+        with self._lock:
+            removed = self._table.remove(keys, generations)
+            self._retirement.retire(removed)
+        self._count(dropped_blocks=len(removed))
+
+    def _expire_pins(self) -> None:
+        now = self._clock()
+        for pin in [pin for pin in self._pins if pin.expires <= now]:
+            self.unpin(pin)
+
+    # --- ends of operations ---
+
+    def _commit_loop(self) -> None:
+        """The store's own thread: commits finished stores, in order of submission, and cleans up after retrieves."""
+        while True:
+            try:
+                operation = self._running.get(timeout=0.05 if self._undrained else None)
+            except queue.Empty:
+                self._undrained = [attempt for attempt in self._undrained if not attempt()]
+                continue
+            if operation is None:
+                for attempt in self._undrained:
+                    attempt()
+                return
+            assert operation.plan is not None
+            operation.plan.wait(-1.0)
+            operation.finish_once()
+            self._undrained = [attempt for attempt in self._undrained if not attempt()]
+
+    def _when_drained(self, plan: _native.Plan, action: Callable[[], None]) -> None:
+        def attempt() -> bool:
+            if not plan.drained():
+                return False
+            action()
+            return True
+
+        if not attempt():
+            self._undrained.append(attempt)
+
+    def _finish_store(self, operation: Operation) -> None:
+        plan = operation.plan
+        assert plan is not None
+        statuses = plan.statuses()
+        written = np.flatnonzero(statuses == Status.OK).astype(np.uint32)
+        if len(written):
+            if self.config.durability == "flush":
+                self._pool.flush_data()
+            statuses[written] = self._pool.slot_table.commit(self._table, plan, written, self._pool.first_sum, self._now())
+            if self.config.durability == "flush":
+                self._pool.flush_records()
+            durable = written[statuses[written] == Status.OK]
+            statuses[durable] = self._table.publish(operation.slots[durable])
+            orphaned = operation.slots[durable[statuses[durable] == Status.REJECTED]]
+            with self._lock:
+                self._retirement.retire(orphaned)
+        failed = operation.slots[(statuses != Status.OK) & (statuses != Status.REJECTED)]
+
+        def abort() -> None:
+            with self._lock:
+                self._retirement.retire(self._table.abort(failed))
+
+        if len(failed):
+            self._when_drained(plan, abort)
+        operation.statuses[operation.positions] = statuses
+        self._count_statuses("store", operation.statuses)
+
+    def _finish_retrieve(self, operation: Operation) -> None:
+        plan = operation.plan
+        assert plan is not None
+        statuses = plan.statuses()
+        bad = np.isin(statuses, [int(status) for status in _DROP])
+
+        def release() -> None:
+            with self._lock:
+                self._table.unpin(int(operation.slots[-1]), int(operation.generations[-1]))
+                self._retirement.reader_ends(operation.ticket)
+
+        self._when_drained(plan, release)
+        if bad.any():
+            self._drop_failed(operation.keys[bad], operation.generations[bad])
+        operation.statuses[operation.positions] = statuses
+        self._count_statuses("retrieve", operation.statuses)

@@ -1,0 +1,51 @@
+"""The way of removed slots back to the free list.
+
+A slot whose block was removed while somebody may still read it waits until every retrieve that began before the removal has ended.
+Called under the store's lock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+
+from tutti_mooncake import _native
+
+Slots = npt.NDArray[np.uint32]
+
+
+class Retirement:
+    """`free_records(slots)` makes the slots' records free on the device, durably where that is configured."""
+
+    def __init__(self, table: _native.BlockTable, free_records: Callable[[Slots], None]) -> None:
+        self._table = table
+        self._free_records = free_records
+        self._next_ticket = 0
+        self._readers: set[int] = set()
+        self._waiting: list[tuple[int, Slots]] = []
+
+    def reader_begins(self) -> int:
+        """A ticket for reader_ends()."""
+        self._next_ticket += 1
+        self._readers.add(self._next_ticket)
+        return self._next_ticket
+
+    def reader_ends(self, ticket: int) -> None:
+        """Gives back what waited for this reader."""
+        self._readers.discard(ticket)
+        oldest = min(self._readers, default=self._next_ticket + 1)
+        for _, slots in [entry for entry in self._waiting if entry[0] < oldest]:
+            self._table.release(slots)
+        self._waiting = [entry for entry in self._waiting if entry[0] >= oldest]
+
+    def retire(self, slots: Slots) -> None:
+        """Takes slots that can't be found any more."""
+        if not len(slots):
+            return
+        self._free_records(slots)
+        if self._readers:
+            self._waiting.append((self._next_ticket, slots))
+        else:
+            self._table.release(slots)

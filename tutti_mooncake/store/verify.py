@@ -1,0 +1,63 @@
+"""Scrub: every resident block is read into scratch memory and checked."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+
+from tutti_mooncake import _native
+from tutti_mooncake.errors import Status
+from tutti_mooncake.io.executor import FOREVER, choose_executor
+from tutti_mooncake.store.pool import Pool, Progress
+from tutti_mooncake.store.reports import VerifyReport
+
+_SCRATCH_BYTES = 64 << 20
+_ALIGNMENT = 4096
+Drop = Callable[[npt.NDArray[np.uint8], npt.NDArray[np.uint32]], None]
+
+
+def verify_blocks(pool: Pool, table: _native.BlockTable, progress: Progress | None, drop: Drop) -> VerifyReport:
+    """Reads all blocks of this rank with its own lane; `drop(keys, generations)` removes those that fail."""
+    start = time.perf_counter()
+    geometry = pool.geometry
+    objects, size = geometry.objects_per_block, pool.object_bytes
+    batch = max(1, min(1024, _SCRATCH_BYTES // (objects * size)))
+    scratch = np.zeros(batch * objects * size + _ALIGNMENT, dtype=np.uint8)
+    base = -(-scratch.ctypes.data // _ALIGNMENT) * _ALIGNMENT
+    executor = _native.Executor(
+        pool.layout,
+        [(device.direct_fd, device.memory_align, device.offset_align) for device in pool.devices],
+        choose_executor("auto")[0],
+        1,
+        32,
+        False,
+        pool.slot_table,
+        None,
+    )
+    executor.start(
+        np.array([base + i * size for i in range(objects)], dtype=np.uint64),
+        np.full(objects, objects * size, dtype=np.uint64),
+        np.full(objects, batch, dtype=np.uint64),
+    )
+    total, checked, bad_blocks, first = int(table.counts()["resident"]), 0, 0, 0
+    reasons: dict[str, int] = {}
+    try:
+        while len(slots := table.resident_slots(first, batch)):
+            fields = table.records(pool.slot_table, slots)
+            plan = executor.submit(False, slots, fields["generations"], fields["rots"], np.arange(len(slots), dtype=np.uint32), FOREVER)
+            plan.wait(FOREVER)
+            statuses = plan.statuses()
+            bad = np.flatnonzero(statuses != Status.OK)
+            for status in statuses[bad]:
+                reasons[Status(status).name] = reasons.get(Status(status).name, 0) + 1
+            if len(bad):
+                drop(np.ascontiguousarray(fields["keys"][bad]), np.ascontiguousarray(fields["generations"][bad]))
+            checked, bad_blocks, first = checked + len(slots), bad_blocks + len(bad), int(slots[-1]) + 1
+            if progress is not None:
+                progress(checked, max(total, checked))
+    finally:
+        executor.stop(0.0)
+    return VerifyReport(checked, bad_blocks, checked * objects * geometry.object_bytes, time.perf_counter() - start, reasons)

@@ -12,13 +12,14 @@ namespace {
 
 // Reservations as four parallel arrays: status, slot, generation, rot.
 nb::tuple unzip(const std::vector<Reservation>& reservations) {
-  std::vector<uint8_t> statuses, rots;
-  std::vector<uint32_t> slots, generations;
-  for (const auto& reservation : reservations) {
-    statuses.push_back(static_cast<uint8_t>(reservation.status));
-    slots.push_back(reservation.slot);
-    generations.push_back(reservation.generation);
-    rots.push_back(reservation.rot);
+  const size_t n = reservations.size();
+  std::vector<uint8_t> statuses(n), rots(n);
+  std::vector<uint32_t> slots(n), generations(n);
+  for (size_t i = 0; i < n; ++i) {
+    statuses[i] = static_cast<uint8_t>(reservations[i].status);
+    slots[i] = reservations[i].slot;
+    generations[i] = reservations[i].generation;
+    rots[i] = reservations[i].rot;
   }
   return nb::make_tuple(to_numpy(std::move(statuses)), to_numpy(std::move(slots)), to_numpy(std::move(generations)),
                         to_numpy(std::move(rots)));

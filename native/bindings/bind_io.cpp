@@ -7,6 +7,7 @@
 
 #include "arrays.h"
 #include "tutti/executor.h"
+#include "tutti/raw_transfer.h"
 
 namespace tutti::bindings {
 namespace {
@@ -43,6 +44,16 @@ nb::dict stats(const Executor& executor) {
   result["device_errors"] = stats.device_errors.load();
   result["timeouts"] = stats.timeouts.load();
   return result;
+}
+
+double raw(const In<int32_t>& fds, const In<uint64_t>& offsets, const In<uint64_t>& addresses, uint64_t bytes, bool write,
+           uint32_t threads, uint32_t depth) {
+  std::vector<RawRange> ranges;
+  for (size_t i = 0; i < fds.shape(0); ++i) {
+    ranges.push_back({fds.data()[i], offsets.data()[i], addresses.data()[i]});
+  }
+  const nb::gil_scoped_release release;
+  return raw_transfer(ranges, bytes, write, threads, depth);
 }
 
 }  // namespace
@@ -167,6 +178,9 @@ void bind_io(nb::module_& module) {
       .def_prop_ro("started", &Executor::started)
       .def_prop_ro("buffer_note", &Executor::buffer_note)
       .def("stats", &stats);
+
+  module.def("raw_transfer", &raw, nb::arg("fds"), nb::arg("offsets"), nb::arg("addresses"), nb::arg("bytes"), nb::arg("write"),
+             nb::arg("threads"), nb::arg("depth"), "Seconds that plain io_uring takes for these ranges: the benchmarks' baseline.");
 }
 
 }  // namespace tutti::bindings

@@ -14,6 +14,7 @@ using Bytes = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::
 }  // namespace
 
 NB_MODULE(_native, module) {
+  nb::set_leak_warnings(false);  // at interpreter exit they tell of an unhandled exception's frames, not of leaks
   module.doc() = "Native core of tutti_mooncake: layout, rings, executors, index. Private: the package's modules are the interface.";
 
   nb::enum_<Status>(module, "Status", nb::is_arithmetic())

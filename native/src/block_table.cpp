@@ -198,7 +198,16 @@ std::vector<Reservation> BlockTable::resolve(std::span<const Key> keys, uint32_t
   const std::lock_guard lock(mutex_);
   std::vector<Reservation> result(keys.size());
   uint32_t deepest = kNoSlot;
+  constexpr size_t kAhead = 8;  // hides the cache misses of a large table
   for (size_t i = 0; i < keys.size(); ++i) {
+    if (i + 2 * kAhead < keys.size()) {
+      __builtin_prefetch(&buckets_[bucket_of(keys[i + 2 * kAhead])]);
+    }
+    if (i + kAhead < keys.size()) {
+      if (const uint32_t ahead = buckets_[bucket_of(keys[i + kAhead])]; ahead != kNoSlot) {
+        __builtin_prefetch(&keys_[ahead]);
+      }
+    }
     const uint32_t slot = find_live(keys[i], now);
     if (slot == kNoSlot) {
       result[i].status = Status::NotFound;

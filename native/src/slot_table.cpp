@@ -1,5 +1,6 @@
 #include "tutti/slot_table.h"
 
+#include <fcntl.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -36,6 +37,10 @@ Status SlotTable::read_at(void* to, uint64_t bytes, uint64_t offset) const noexc
     bytes -= static_cast<uint64_t>(got);
   }
   return Status::Ok;
+}
+
+void SlotTable::will_read(uint64_t offset, uint64_t bytes) const noexcept {
+  posix_fadvise(fd_, static_cast<off_t>(offset), static_cast<off_t>(bytes), POSIX_FADV_WILLNEED);
 }
 
 Status SlotTable::write_at(const void* from, uint64_t bytes, uint64_t offset) const noexcept {

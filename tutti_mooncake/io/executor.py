@@ -31,9 +31,9 @@ def choose_executor(wanted: str) -> tuple[str, str]:
 
 
 def default_lanes(kind: str) -> int:
-    """Threads that move bytes: half of the cores for uring (at most 16); twice the cores for posix, whose threads wait for the device."""
+    """Threads that move bytes: half of the cores for uring (2 to 16); twice the cores for posix, whose threads wait for the device."""
     cores = len(os.sched_getaffinity(0))
-    return max(1, min(16, cores // 2)) if kind == "uring" else max(4, min(32, 2 * cores))
+    return max(2, min(16, cores // 2)) if kind == "uring" else max(4, min(32, 2 * cores))
 
 
 class Mover:

@@ -205,7 +205,9 @@ class LocalStore:
         self._check_open()
         array = as_key_array(keys, self._mask)
         blocks = as_block_ids(block_ids, len(array), self._blocks())
-        if len(set(blocks.tolist())) != len(blocks):
+        named = np.zeros(self._mover.blocks, dtype=np.bool_)
+        named[blocks] = True
+        if np.count_nonzero(named) != len(blocks):
             raise TensorError("block_ids name the same engine block twice; two reads into one block would race")
         with self._lock:
             statuses, slots, generations, rots = self._table.resolve(array, self._now())

@@ -92,6 +92,7 @@ class SlotTable {
 
  private:
   Status read_at(void* to, uint64_t bytes, uint64_t offset) const noexcept;
+  void will_read(uint64_t offset, uint64_t bytes) const noexcept;
   Status write_at(const void* from, uint64_t bytes, uint64_t offset) const noexcept;
 
   int fd_;
@@ -123,8 +124,10 @@ ScanCounts SlotTable::scan(Visit visit) const {
   constexpr uint64_t kBatch = 32768;  // 4 MiB
   ScanCounts counts;
   std::vector<SlotRecord> batch;
+  will_read(records_offset_, kBatch * sizeof(SlotRecord));
   for (uint64_t first = 0; first < slots_; first += kBatch) {
     batch.resize(std::min(kBatch, slots_ - first));
+    will_read(records_offset_ + (first + kBatch) * sizeof(SlotRecord), kBatch * sizeof(SlotRecord));
     if (read_at(batch.data(), batch.size() * sizeof(SlotRecord), records_offset_ + first * sizeof(SlotRecord)) != Status::Ok) {
       counts.unreadable += batch.size();
       continue;

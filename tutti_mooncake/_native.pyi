@@ -201,3 +201,8 @@ class Executor:
     def buffer_note(self) -> str: ...
 
     def stats(self) -> dict: ...
+
+def raw_transfer(fds: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], offsets: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)], addresses: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)], bytes: int, write: bool, threads: int, depth: int) -> float:
+    """
+    Seconds that plain io_uring takes for these ranges: the benchmarks' baseline.
+    """

@@ -139,6 +139,7 @@ class _Local:
         peer = None
         if self.arguments.lmcache_site:
             peer = LmcachePeer(self.arguments.lmcache_site, os.path.join(self.root, "lmcache"), self.blocks, self.layers * self.object_bytes)
+            peer.store()
         self.ours_store()
         for round_ in range(self.arguments.rounds + 1):  # the first one warms up
             self.one_round(chance, peer)

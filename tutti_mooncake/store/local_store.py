@@ -215,19 +215,21 @@ class LocalStore:
             if not len(positions):
                 self._count_statuses("retrieve", statuses)
                 return RetrieveOperation(statuses, positions, None, 0, self._finish_retrieve)
-            deepest = int(slots[positions[-1]])
-            self._table.pin(deepest)
+            if len(positions) != len(array):  # else spare the copies
+                array, blocks = array[positions], blocks[positions]
+                slots, generations, rots = slots[positions], generations[positions], rots[positions]
+            self._table.pin(int(slots[-1]))
             ticket = self._retirement.reader_begins()
             plan = self._mover.submit(
                 write=False,
-                slots=slots[positions],
-                generations=generations[positions],
-                rots=rots[positions],
-                blocks=blocks[positions],
+                slots=slots,
+                generations=generations,
+                rots=rots,
+                blocks=blocks,
                 deadline_seconds=self.config.read_deadline_seconds if deadline_seconds is None else deadline_seconds,
             )
         operation = RetrieveOperation(statuses, positions, plan, self._slot_payload(), self._finish_retrieve)
-        operation.keys, operation.slots, operation.generations = array[positions], slots[positions], generations[positions]
+        operation.keys, operation.slots, operation.generations = array, slots, generations
         operation.ticket = ticket
         self._running.put(operation)
         return operation

@@ -25,6 +25,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
 LONG = make_prompt(1, 1300)
 OTHER = make_prompt(2, 1300)
+SHORT = [make_prompt(100 + i, 4 * BLOCK_TOKENS + 8) for i in range(10)]
 ANSWER_TOKENS = 24
 DOCUMENT_BLOCKS = 1300 // BLOCK_TOKENS
 
@@ -65,7 +66,7 @@ def test_answers_from_disk_equal_those_computed(start_engine: StartEngine, first
     assert_same_answer(ask(engine, LONG), cold, "from disk")
     assert counters(engine)["blocks_loaded"] == DOCUMENT_BLOCKS
 
-    check_hit_rate(engine)
+    first_life["short"] = check_hit_rate(engine)
     check_second_turn(engine)
     check_aborts(engine, cold)
     report = engine.call("report")
@@ -77,20 +78,23 @@ def test_answers_from_disk_equal_those_computed(start_engine: StartEngine, first
     engine.kill()
 
 
-def check_hit_rate(engine: EngineProcess) -> None:
-    """Ten prompts cold and then warm: the rate is one half within a block, because all prompt tokens are counted."""
-    prompts = [make_prompt(100 + i, 4 * BLOCK_TOKENS + 8) for i in range(10)]
+def check_hit_rate(engine: EngineProcess) -> dict[str, Any]:
+    """Ten prompts cold and then warm: the rate is one half within a block, because all prompt tokens are counted.
+
+    Returns the answer to the first of the ten.
+    """
     before = counters(engine)
-    cold = engine.call("generate", prompts=prompts, max_tokens=4, logprobs=True)
+    cold = engine.call("generate", prompts=SHORT, max_tokens=4, logprobs=True)
     assert engine.call("reset_prefix_cache")
-    warm = engine.call("generate", prompts=prompts, max_tokens=4, logprobs=True)
+    warm = engine.call("generate", prompts=SHORT, max_tokens=4, logprobs=True)
     for i, (a, b) in enumerate(zip(warm, cold, strict=True)):
         assert_same_answer(a, b, f"prompt {i} of ten")
     grown = growth(before, counters(engine))
-    assert grown["requested_tokens"] == 2 * sum(map(len, prompts))
+    assert grown["requested_tokens"] == 2 * sum(map(len, SHORT))
     assert grown["local_hit_tokens"] == 0
     rate = grown["hit_tokens"] / grown["requested_tokens"]
-    assert abs(rate - 0.5) <= BLOCK_TOKENS / (2 * len(prompts[0])), grown
+    assert abs(rate - 0.5) <= BLOCK_TOKENS / (2 * len(SHORT[0])), grown
+    return dict(cold[0])
 
 
 def check_second_turn(engine: EngineProcess) -> None:
@@ -112,7 +116,7 @@ def check_second_turn(engine: EngineProcess) -> None:
 def check_aborts(engine: EngineProcess, expected: dict[str, Any]) -> None:
     """Requests that end before, while and after their blocks are loaded leave no pin behind."""
     assert engine.call("reset_prefix_cache")
-    prompts = [make_prompt(100 + i, 4 * BLOCK_TOKENS + 8) for i in range(10)] + [LONG, LONG]
+    prompts = [*SHORT, LONG, LONG]
     abort_at_step = {str(i): i % 3 for i in range(9)}
     answers = engine.call("generate_and_abort", prompts=prompts, max_tokens=ANSWER_TOKENS, abort_at_step=abort_at_step)
     assert [answers[i]["token_ids"] for i in (10, 11)] == [expected["token_ids"]] * 2
@@ -135,52 +139,59 @@ def test_killed_engine_leaves_all_its_blocks_to_the_next(start_engine: StartEngi
     engine.stop()
 
 
-def test_flipped_bit_on_disk_is_recomputed_and_dropped(
+def test_flipped_bits_on_disk_are_recomputed_and_dropped(
     start_engine: StartEngine, first_life: dict[str, Any], pool: Path
 ) -> None:
-    damaged = flip_bit_of_third_block(pool, Geometry(**first_life["geometry"]))
+    damage = [("other", OTHER, ANSWER_TOKENS, 0), ("long", LONG, ANSWER_TOKENS, 4), ("short", SHORT[0], 4, 3)]
+    flip_bits(pool, Geometry(**first_life["geometry"]), [(prompt, position) for _, prompt, _, position in damage])
     engine = start_engine()
-    assert_same_answer(ask(engine, LONG), first_life["long"], "with a damaged block")
-    engine.call("drain")
-    count = counters(engine)
-    assert (count["loads"], count["loads_failed"]) == (1, 1)
-    assert count["hit_tokens"] == damaged * BLOCK_TOKENS
-    assert count["blocks_stored"] == DOCUMENT_BLOCKS - damaged, "the dropped blocks were not stored anew"
+    for name, prompt, max_tokens, position in damage:
+        blocks = len(prompt) // BLOCK_TOKENS
+        before = counters(engine)
+        answer = ask(engine, prompt, max_tokens)
+        assert_same_answer(answer, first_life[name], f"{name} prompt with block {position} damaged")
+        engine.call("drain")
+        grown = growth(before, counters(engine))
+        assert (grown["loads"], grown["loads_failed"]) == (1, 1)
+        assert grown["hit_tokens"] == position * BLOCK_TOKENS
+        assert grown["blocks_stored"] == blocks - position, "the dropped blocks were not stored anew"
 
-    assert engine.call("reset_prefix_cache")
-    assert_same_answer(ask(engine, LONG), first_life["long"], "after the repair")
-    again = growth(count, counters(engine))
-    assert (again["loads"], again["loads_failed"], again["blocks_loaded"]) == (1, 0, DOCUMENT_BLOCKS)
+        assert engine.call("reset_prefix_cache")
+        before = counters(engine)
+        assert_same_answer(ask(engine, prompt, max_tokens), first_life[name], f"{name} prompt, after the repair")
+        grown = growth(before, counters(engine))
+        assert (grown["loads"], grown["loads_failed"], grown["blocks_loaded"]) == (1, 0, blocks)
     engine.stop()
 
 
-def flip_bit_of_third_block(pool: Path, geometry: Geometry) -> int:
-    """Flips one bit of the payload of the long prompt's third block in the files of the pool; returns its position, 2.
+def flip_bits(pool: Path, geometry: Geometry, damage: list[tuple[list[int], int]]) -> None:
+    """Flips one bit of the payload of block `position` of each prompt in the files of the pool.
 
     Finds the payload by reading the block through the store and searching the files for the same bytes, so it holds for
     every format on disk.
     """
     with LocalStore.open(StoreConfig(devices=[str(pool)], capacity=CAPACITY), geometry, create=False) as store:
         tensors = [
-            torch.zeros(1, geometry.object_bytes, dtype=torch.uint8)
+            torch.zeros(len(damage), geometry.object_bytes, dtype=torch.uint8)
             for _ in range(geometry.kv_factor * geometry.layers)
         ]
         store.register(tensors)
-        keys = block_hashes(LONG)
-        assert store.lookup(keys) == DOCUMENT_BLOCKS
-        store.retrieve(keys[2:3], [0]).wait().raise_for_status()
-    needle = bytes(tensors[1][0, :64].tolist())
-    hits = 0
+        for i, (prompt, position) in enumerate(damage):
+            keys = block_hashes(prompt)
+            assert store.lookup(keys) == len(prompt) // BLOCK_TOKENS, "the pool doesn't hold the whole prompt"
+            store.retrieve(keys[position : position + 1], [i]).wait().raise_for_status()
+    needles = [bytes(tensors[1][i, :64].tolist()) for i in range(len(damage))]
+    found = [0] * len(damage)
     for file in sorted(path for path in pool.rglob("*") if path.is_file() and path.stat().st_size):
         with file.open("r+b") as stream, mmap.mmap(stream.fileno(), 0) as view:
-            at = view.find(needle)
-            while at >= 0:
-                hits += 1
-                view[at + 10] ^= 0x04
-                view.flush()
-                at = view.find(needle, at + 1)
-    assert hits == 1, f"the payload was found {hits} times"
-    return 2
+            for i, needle in enumerate(needles):
+                at = view.find(needle)
+                while at >= 0:
+                    found[i] += 1
+                    view[at + 10] ^= 0x04
+                    at = view.find(needle, at + 1)
+            view.flush()
+    assert found == [1] * len(damage), f"the payloads were found {found} times"
 
 
 def block_hashes(tokens: list[int]) -> list[bytes]:

@@ -63,7 +63,7 @@ class SlotTable:
 
     def __init__(self, fd: int, records_offset: int, sums_offset: int, slots: int, sums_per_slot: int, pool: int) -> None: ...
 
-    def scan(self, table: BlockTable) -> object:
+    def scan(self, table: BlockTable) -> dict:
         """
         Loads every valid record into `table`; returns counts by kind of record.
         """

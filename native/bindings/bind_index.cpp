@@ -25,7 +25,8 @@ nb::tuple unzip(const std::vector<Reservation>& reservations) {
                         to_numpy(std::move(rots)));
 }
 
-nb::tuple reserve(BlockTable& table, const KeysIn& keys, const std::optional<KeysIn>& parent, uint32_t expiry, uint32_t now) {
+nb::tuple reserve(BlockTable& table, const KeysIn& keys, const std::optional<KeysIn>& parent, uint32_t expiry,
+                  uint32_t now) {
   std::vector<uint32_t> removed;
   std::vector<Reservation> reservations;
   {
@@ -47,7 +48,7 @@ Out<uint8_t> publish(BlockTable& table, const In<uint32_t>& slots) {
   return to_numpy(std::move(statuses));
 }
 
-nb::object scan(SlotTable& slots, BlockTable& table) {
+nb::dict scan(SlotTable& slots, BlockTable& table) {
   ScanCounts counts;
   uint64_t duplicates = 0;
   std::vector<uint32_t> bad;
@@ -75,14 +76,15 @@ nb::object scan(SlotTable& slots, BlockTable& table) {
 }
 
 // Records of blocks whose bytes are durable: checksums first, then the record. Status per position.
-Out<uint8_t> commit(SlotTable& slots, BlockTable& table, const Plan& plan, const In<uint32_t>& positions, uint32_t first_sum,
-                    uint32_t created) {
+Out<uint8_t> commit(SlotTable& slots, BlockTable& table, const Plan& plan, const In<uint32_t>& positions,
+                    uint32_t first_sum, uint32_t created) {
   std::vector<uint8_t> statuses;
   {
     const nb::gil_scoped_release release;
     for (const uint32_t position : to_span(positions)) {
       const uint32_t slot = plan.slots[position];
-      const std::span<const uint64_t> sums(plan.sums.data() + static_cast<size_t>(position) * plan.objects, plan.objects);
+      const std::span<const uint64_t> sums(plan.sums.data() + static_cast<size_t>(position) * plan.objects,
+                                           plan.objects);
       Status status = slots.write_sums(slot, first_sum, sums);
       if (status == Status::Ok) {
         SlotRecord record = table.record_of(slot, RecordState::Resident);
@@ -156,15 +158,18 @@ Out<uint32_t> removed_by(Remove remove) {
 }  // namespace
 
 void bind_index(nb::module_& module) {
-  nb::class_<SlotTable>(module, "SlotTable", "Durable index: a record and the object checksums per slot (docs/format.md).")
+  nb::class_<SlotTable>(module, "SlotTable",
+                        "Durable index: a record and the object checksums per slot (docs/format.md).")
       .def(nb::init<int, uint64_t, uint64_t, uint64_t, uint32_t, uint64_t>(), nb::arg("fd"), nb::arg("records_offset"),
            nb::arg("sums_offset"), nb::arg("slots"), nb::arg("sums_per_slot"), nb::arg("pool"))
       .def("scan", &scan, nb::arg("table"), "Loads every valid record into `table`; returns counts by kind of record.")
-      .def("commit", &commit, nb::arg("table"), nb::arg("plan"), nb::arg("positions"), nb::arg("first_sum"), nb::arg("created"),
+      .def("commit", &commit, nb::arg("table"), nb::arg("plan"), nb::arg("positions"), nb::arg("first_sum"),
+           nb::arg("created"),
            "Writes checksums and record of blocks of a finished write plan; one status per position.")
       .def("write", &write_records, nb::arg("table"), nb::arg("slots"), nb::arg("resident"),
            "Rewrites records, as resident or as free; the first status that isn't OK.")
-      .def("save_recency", &save_recency, nb::arg("table"), "Brings the records' last use up to date; the first status that isn't OK.");
+      .def("save_recency", &save_recency, nb::arg("table"),
+           "Brings the records' last use up to date; the first status that isn't OK.");
 
   nb::class_<BlockTable>(module, "BlockTable", "Index in memory: keys, slots, prefix trees, eviction. Thread-safe.")
       .def(nb::init<uint64_t, uint32_t>(), nb::arg("slots"), nb::arg("devices"))
@@ -200,7 +205,10 @@ void bind_index(nb::module_& module) {
           },
           nb::arg("slots"))
       .def(
-          "evict", [](BlockTable& table, uint64_t count) { return removed_by([&](auto& removed) { removed = table.evict(count); }); },
+          "evict",
+          [](BlockTable& table, uint64_t count) {
+            return removed_by([&](auto& removed) { removed = table.evict(count); });
+          },
           nb::arg("count"))
       .def(
           "remove",
@@ -238,7 +246,10 @@ void bind_index(nb::module_& module) {
           nb::arg("keys"), nb::arg("now"), "(slot, generation, blocks); slot 2**32-1 = nothing resident.")
       .def("pin", &BlockTable::pin, nb::arg("slot"))
       .def(
-          "unpin", [](BlockTable& table, uint32_t slot, uint32_t generation) { return table.unpin(slot, generation) == Status::Ok; },
+          "unpin",
+          [](BlockTable& table, uint32_t slot, uint32_t generation) {
+            return table.unpin(slot, generation) == Status::Ok;
+          },
           nb::arg("slot"), nb::arg("generation"))
       .def(
           "finish_load",
@@ -253,9 +264,12 @@ void bind_index(nb::module_& module) {
             return nb::make_tuple(to_numpy(std::move(dropped)), orphans, expired);
           },
           nb::arg("now"), "(dropped slots, orphans, expired).")
-      .def("resident_slots",
-           [](const BlockTable& table, uint32_t first, uint64_t limit) { return to_numpy(table.resident_slots(first, limit)); },
-           nb::arg("first"), nb::arg("limit"))
+      .def(
+          "resident_slots",
+          [](const BlockTable& table, uint32_t first, uint64_t limit) {
+            return to_numpy(table.resident_slots(first, limit));
+          },
+          nb::arg("first"), nb::arg("limit"))
       .def("records", &records, nb::arg("slot_table"), nb::arg("slots"), "Fields of resident blocks, an array each.")
       .def("counts",
            [](const BlockTable& table) {

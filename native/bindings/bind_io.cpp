@@ -28,8 +28,8 @@ std::shared_ptr<Plan> submit(Executor& executor, bool write, const In<uint32_t>&
     throw nb::value_error("slots, generations, rots and blocks must have one entry per block");
   }
   const nb::gil_scoped_release release;
-  return executor.submit(write ? Direction::Write : Direction::Read, to_vector(slots), to_vector(generations), to_vector(rots),
-                         to_vector(blocks), after(deadline_seconds));
+  return executor.submit(write ? Direction::Write : Direction::Read, to_vector(slots), to_vector(generations),
+                         to_vector(rots), to_vector(blocks), after(deadline_seconds));
 }
 
 nb::dict stats(const Executor& executor) {
@@ -46,8 +46,8 @@ nb::dict stats(const Executor& executor) {
   return result;
 }
 
-double raw(const In<int32_t>& fds, const In<uint64_t>& offsets, const In<uint64_t>& addresses, uint64_t bytes, bool write,
-           uint32_t threads, uint32_t depth) {
+double raw(const In<int32_t>& fds, const In<uint64_t>& offsets, const In<uint64_t>& addresses, uint64_t bytes,
+           bool write, uint32_t threads, uint32_t depth) {
   std::vector<RawRange> ranges;
   for (size_t i = 0; i < fds.shape(0); ++i) {
     ranges.push_back({fds.data()[i], offsets.data()[i], addresses.data()[i]});
@@ -67,24 +67,26 @@ void bind_io(nb::module_& module) {
             if (objects == 0 || kv_factor == 0 || objects % kv_factor != 0 || data_offset.empty() || rank >= world) {
               throw nb::value_error("layout: objects, kv_factor, world, rank or devices out of range");
             }
-            new (self) Layout{objects, kv_factor, world, rank, payload_bytes, object_bytes, slots, std::move(data_offset)};
+            new (self)
+                Layout{objects, kv_factor, world, rank, payload_bytes, object_bytes, slots, std::move(data_offset)};
           },
           nb::arg("objects"), nb::arg("kv_factor"), nb::arg("world"), nb::arg("rank"), nb::arg("payload_bytes"),
           nb::arg("object_bytes"), nb::arg("slots"), nb::arg("data_offset"))
-      .def("address",
-           [](const Layout& layout, uint64_t slot, uint32_t rot, uint32_t object) {
-             const Address address = layout.address(slot, rot, object);
-             return std::make_tuple(address.device, address.offset);
-           },
-           nb::arg("slot"), nb::arg("rot"), nb::arg("object"), "(device, byte offset) of an object.")
+      .def(
+          "address",
+          [](const Layout& layout, uint64_t slot, uint32_t rot, uint32_t object) {
+            const Address address = layout.address(slot, rot, object);
+            return std::make_tuple(address.device, address.offset);
+          },
+          nb::arg("slot"), nb::arg("rot"), nb::arg("object"), "(device, byte offset) of an object.")
       .def_prop_ro("objects_per_device", &Layout::objects_per_device);
 
   nb::class_<FaultInjector>(module, "FaultInjector", "Makes chosen operations fail; for tests.")
       .def(nb::init<>())
       .def(
           "add",
-          [](FaultInjector& self, bool write, const std::string& kind, uint64_t every, int device, int error, uint64_t limit,
-             uint64_t seed) {
+          [](FaultInjector& self, bool write, const std::string& kind, uint64_t every, int device, int error,
+             uint64_t limit, uint64_t seed) {
             Fault fault{FaultKind::None, error, seed};
             if (kind == "error") {
               fault.kind = FaultKind::Error;
@@ -139,8 +141,8 @@ void bind_io(nb::module_& module) {
       .def(
           "__init__",
           [](Executor* self, const Layout& layout, const std::vector<std::tuple<int, uint32_t, uint32_t>>& devices,
-             const std::string& kind, uint32_t lanes, uint32_t queue_depth, bool register_buffers, const SlotTable* table,
-             FaultInjector* faults) {
+             const std::string& kind, uint32_t lanes, uint32_t queue_depth, bool register_buffers,
+             const SlotTable* table, FaultInjector* faults) {
             std::vector<DeviceFile> files;
             for (const auto& [fd, memory, offset] : devices) {
               files.push_back({fd, memory, offset});
@@ -154,7 +156,8 @@ void bind_io(nb::module_& module) {
             new (self) Executor(layout, std::move(files), options, table, faults);
           },
           nb::arg("layout"), nb::arg("devices"), nb::arg("kind"), nb::arg("lanes"), nb::arg("queue_depth"),
-          nb::arg("register_buffers"), nb::arg("table"), nb::arg("faults").none(), nb::keep_alive<1, 8>(), nb::keep_alive<1, 9>())
+          nb::arg("register_buffers"), nb::arg("table"), nb::arg("faults").none(), nb::keep_alive<1, 8>(),
+          nb::keep_alive<1, 9>())
       .def(
           "start",
           [](Executor& executor, const In<uint64_t>& bases, const In<uint64_t>& strides, const In<uint64_t>& blocks) {
@@ -166,8 +169,8 @@ void bind_io(nb::module_& module) {
             executor.start(std::move(regions));
           },
           nb::arg("bases"), nb::arg("strides"), nb::arg("blocks"))
-      .def("submit", &submit, nb::arg("write"), nb::arg("slots"), nb::arg("generations"), nb::arg("rots"), nb::arg("blocks"),
-           nb::arg("deadline_seconds"))
+      .def("submit", &submit, nb::arg("write"), nb::arg("slots"), nb::arg("generations"), nb::arg("rots"),
+           nb::arg("blocks"), nb::arg("deadline_seconds"))
       .def(
           "stop",
           [](Executor& executor, double grace_seconds) {
@@ -179,8 +182,9 @@ void bind_io(nb::module_& module) {
       .def_prop_ro("buffer_note", &Executor::buffer_note)
       .def("stats", &stats);
 
-  module.def("raw_transfer", &raw, nb::arg("fds"), nb::arg("offsets"), nb::arg("addresses"), nb::arg("bytes"), nb::arg("write"),
-             nb::arg("threads"), nb::arg("depth"), "Seconds that plain io_uring takes for these ranges: the benchmarks' baseline.");
+  module.def("raw_transfer", &raw, nb::arg("fds"), nb::arg("offsets"), nb::arg("addresses"), nb::arg("bytes"),
+             nb::arg("write"), nb::arg("threads"), nb::arg("depth"),
+             "Seconds that plain io_uring takes for these ranges: the benchmarks' baseline.");
 }
 
 }  // namespace tutti::bindings

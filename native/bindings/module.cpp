@@ -15,7 +15,9 @@ using Bytes = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::
 
 NB_MODULE(_native, module) {
   nb::set_leak_warnings(false);  // at interpreter exit they tell of an unhandled exception's frames, not of leaks
-  module.doc() = "Native core of tutti_mooncake: layout, rings, executors, index. Private: the package's modules are the interface.";
+  module.doc() =
+      "Native core of tutti_mooncake: layout, rings, executors, index. Private: the package's modules are the "
+      "interface.";
 
   nb::enum_<Status>(module, "Status", nb::is_arithmetic())
       .value("OK", Status::Ok)
@@ -56,7 +58,8 @@ NB_MODULE(_native, module) {
         const auto [memory, offset] = direct_io_alignment(fd);
         return nb::make_tuple(memory, offset);
       },
-      nb::arg("fd"), "(memory, offset) alignment in bytes that direct I/O on an open file wants; (0, 0) = the kernel doesn't say.");
+      nb::arg("fd"),
+      "(memory, offset) alignment in bytes that direct I/O on an open file wants; (0, 0) = the kernel doesn't say.");
 
   bind_index(module);
   bind_io(module);

@@ -126,7 +126,9 @@ uint64_t checksum_with(BlockSum block, const void* data, size_t bytes) noexcept 
 
 uint64_t multilinear64(const void* data, size_t bytes) noexcept { return checksum_with(kVariant.block, data, bytes); }
 
-uint64_t multilinear64_scalar(const void* data, size_t bytes) noexcept { return checksum_with(block_scalar, data, bytes); }
+uint64_t multilinear64_scalar(const void* data, size_t bytes) noexcept {
+  return checksum_with(block_scalar, data, bytes);
+}
 
 const char* checksum_variant() noexcept { return kVariant.name; }
 

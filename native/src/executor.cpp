@@ -26,7 +26,8 @@ Executor::Executor(Layout layout, std::vector<DeviceFile> devices, ExecutorOptio
       table_(table),
       faults_(faults),
       ring_(std::max<uint32_t>(options.iocbs, 2)) {
-  if (devices_.size() != layout_.devices() || layout_.object_bytes % kLbaBytes != 0 || layout_.payload_bytes > layout_.object_bytes) {
+  if (devices_.size() != layout_.devices() || layout_.object_bytes % kLbaBytes != 0 ||
+      layout_.payload_bytes > layout_.object_bytes) {
     throw std::invalid_argument("executor: devices or object sizes don't fit the layout");
   }
 }
@@ -73,14 +74,16 @@ void Executor::start(std::vector<TensorRegion> regions) {
     }
   }
   for (uint32_t lane = 0; lane < options_.lanes; ++lane) {
-    lanes_.emplace_back([this] { options_.kind == ExecutorKind::Uring ? run_uring_lane(*this) : run_posix_lane(*this); });
+    lanes_.emplace_back(
+        [this] { options_.kind == ExecutorKind::Uring ? run_uring_lane(*this) : run_posix_lane(*this); });
   }
 }
 
 std::vector<std::pair<uint64_t, uint64_t>> Executor::registered_ranges() const { return ranges_; }
 
-std::shared_ptr<Plan> Executor::submit(Direction direction, std::vector<uint32_t> slots, std::vector<uint32_t> generations,
-                                       std::vector<uint8_t> rots, std::vector<uint32_t> blocks, Clock::time_point deadline) {
+std::shared_ptr<Plan> Executor::submit(Direction direction, std::vector<uint32_t> slots,
+                                       std::vector<uint32_t> generations, std::vector<uint8_t> rots,
+                                       std::vector<uint32_t> blocks, Clock::time_point deadline) {
   if (!started() || stopping()) {
     throw std::runtime_error("executor: not running");
   }
@@ -90,9 +93,10 @@ std::shared_ptr<Plan> Executor::submit(Direction direction, std::vector<uint32_t
     {
       const std::lock_guard lock(mutex_);
       // Reads go before every write that is still waiting: a request waits for them.
-      const auto at = direction == Direction::Write ? waiting_.end() : std::find_if(waiting_.begin(), waiting_.end(), [](const auto& other) {
-        return other->direction == Direction::Write;
-      });
+      const auto at = direction == Direction::Write
+                          ? waiting_.end()
+                          : std::find_if(waiting_.begin(), waiting_.end(),
+                                         [](const auto& other) { return other->direction == Direction::Write; });
       waiting_.insert(at, plan);
       active_.push_back(plan);
     }
@@ -138,7 +142,8 @@ void Executor::prepare(Plan& plan) {
   const uint32_t first = layout_.rank * layout_.objects;
   for (uint32_t block = 0; block < plan.blocks() && !plan.ended_early(); ++block) {
     const std::span<uint64_t> out(plan.sums.data() + static_cast<size_t>(block) * layout_.objects, layout_.objects);
-    if (const Status status = table_->read_sums(plan.slots[block], plan.generations[block], first, out); status != Status::Ok) {
+    if (const Status status = table_->read_sums(plan.slots[block], plan.generations[block], first, out);
+        status != Status::Ok) {
       plan.fail_block(block, status);
     }
   }

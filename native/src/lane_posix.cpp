@@ -32,7 +32,8 @@ int64_t move_once(const Executor& executor, const Executor::Transfer& transfer) 
 
 class Staging {
  public:
-  explicit Staging(uint64_t bytes) : bytes_(bytes), at_(mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0)) {
+  explicit Staging(uint64_t bytes)
+      : bytes_(bytes), at_(mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0)) {
     if (at_ == MAP_FAILED) {
       throw std::system_error(errno, std::generic_category(), "staging memory");
     }

@@ -1,5 +1,5 @@
-// A lane that drives one io_uring. Up to queue_depth objects in flight; small submission batches, so that on RAM-backed files (which
-// the kernel copies inside the submit call) an object is still in the cache when its checksum is taken.
+// A lane that drives one io_uring. Up to queue_depth objects in flight; small submission batches, so that on RAM-backed
+// files (which the kernel copies inside the submit call) an object is still in the cache when its checksum is taken.
 #include <sys/mman.h>
 
 #include <algorithm>

@@ -5,8 +5,9 @@
 
 namespace tutti {
 
-Plan::Plan(Direction direction_in, const Layout& layout, std::vector<uint32_t> slots_in, std::vector<uint32_t> generations_in,
-           std::vector<uint8_t> rots_in, std::vector<uint32_t> engine_blocks_in, Clock::time_point deadline_in)
+Plan::Plan(Direction direction_in, const Layout& layout, std::vector<uint32_t> slots_in,
+           std::vector<uint32_t> generations_in, std::vector<uint8_t> rots_in, std::vector<uint32_t> engine_blocks_in,
+           Clock::time_point deadline_in)
     : direction(direction_in),
       objects(layout.objects),
       kv_factor(layout.kv_factor),
@@ -53,7 +54,8 @@ void Plan::end_early(Status status) noexcept {
     return;
   }
   for (uint32_t block = 0; block < blocks(); ++block) {
-    fail_block(block, status);  // which blocks were whole isn't tracked per block: the caller asked for all of them in time
+    fail_block(block,
+               status);  // which blocks were whole isn't tracked per block: the caller asked for all of them in time
   }
   int64_t unset = -1;
   duration_ns_.compare_exchange_strong(unset, (Clock::now() - submitted_).count());

@@ -14,7 +14,8 @@ namespace tutti {
 namespace {
 
 // Moves every `stride`-th range from `first` on. Returns 0 or a negative errno.
-int run_ring(Uring& ring, std::span<const RawRange> ranges, uint64_t bytes, bool write, uint32_t first, uint32_t stride, uint32_t depth) {
+int run_ring(Uring& ring, std::span<const RawRange> ranges, uint64_t bytes, bool write, uint32_t first, uint32_t stride,
+             uint32_t depth) {
   size_t next = first;
   uint32_t in_flight = 0;
   int failure = 0;

@@ -149,14 +149,14 @@ std::string probe_uring() {
 }
 
 std::pair<uint32_t, uint32_t> direct_io_alignment(int fd) {
-  struct statx status {};
+  struct statx status{};
 #ifdef STATX_DIOALIGN
-  if (syscall(__NR_statx, fd, "", AT_EMPTY_PATH, STATX_DIOALIGN, &status) == 0 && (status.stx_mask & STATX_DIOALIGN) != 0 &&
-      status.stx_dio_offset_align != 0) {
+  if (syscall(__NR_statx, fd, "", AT_EMPTY_PATH, STATX_DIOALIGN, &status) == 0 &&
+      (status.stx_mask & STATX_DIOALIGN) != 0 && status.stx_dio_offset_align != 0) {
     return {status.stx_dio_mem_align, status.stx_dio_offset_align};
   }
 #endif
-  struct statfs system {};
+  struct statfs system{};
   if (fstatfs(fd, &system) == 0 && system.f_type == TMPFS_MAGIC) {
     return {1, 1};  // copied by the CPU: takes any address
   }

@@ -5,12 +5,12 @@
 #include <cstdio>
 #include <cstdlib>
 
-#define CHECK(condition)                                                               \
-  do {                                                                                 \
-    if (!(condition)) {                                                                \
+#define CHECK(condition)                                                                 \
+  do {                                                                                   \
+    if (!(condition)) {                                                                  \
       std::fprintf(stderr, "%s:%d: CHECK(%s) failed\n", __FILE__, __LINE__, #condition); \
-      std::exit(1);                                                                    \
-    }                                                                                  \
+      std::exit(1);                                                                      \
+    }                                                                                    \
   } while (false)
 
 namespace tutti::testing {

@@ -128,8 +128,8 @@ void a_failed_parent_takes_its_children() {
   const auto keys = chain_of(1, 4, 0);
   const auto made = table.reserve(keys, nullptr, 0, 1, removed);
   table.publish(made[0].slot);
-  table.publish(made[2].slot);           // ready, waits for 1
-  table.abort(made[1].slot, removed);    // 1 failed: 2 goes with it, 3 is still being written
+  table.publish(made[2].slot);         // ready, waits for 1
+  table.abort(made[1].slot, removed);  // 1 failed: 2 goes with it, 3 is still being written
   CHECK(removed.size() == 2 && table.state_of(made[3].slot) == SlotState::Doomed);
   CHECK(table.publish(made[3].slot) == Status::Rejected);
   CHECK(table.find_prefix(keys, 1, false) == 1 && table.counts().removed == 3 && table.counts().writing == 0);

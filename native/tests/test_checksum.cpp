@@ -35,7 +35,8 @@ int main() {
     if (a == b) {
       continue;
     }
-    std::swap_ranges(copy.begin() + static_cast<long>(a), copy.begin() + static_cast<long>(a) + 4, copy.begin() + static_cast<long>(b));
+    std::swap_ranges(copy.begin() + static_cast<long>(a), copy.begin() + static_cast<long>(a) + 4,
+                     copy.begin() + static_cast<long>(b));
     CHECK((copy == data) == (multilinear64(copy.data(), copy.size()) == whole));
   }
   auto blocks = data;

@@ -42,7 +42,8 @@ struct Bench {
 
   explicit Bench(ExecutorKind kind, uint64_t skew)
       : memory(kObjects * kBlocks * kPayload + 4096 + skew),
-        executor(Layout{kObjects, 1, 1, 0, kPayload, kPayload, kSlots, {0, 0}}, files(), {kind, 2, 8, 2, true}, &table, &faults) {
+        executor(Layout{kObjects, 1, 1, 0, kPayload, kPayload, kSlots, {0, 0}}, files(), {kind, 2, 8, 2, true}, &table,
+                 &faults) {
     std::vector<TensorRegion> regions;
     for (uint32_t object = 0; object < kObjects; ++object) {
       regions.push_back({reinterpret_cast<uint64_t>(at(object, 0, skew)), kPayload, kBlocks});
@@ -143,9 +144,9 @@ void every_fault_has_its_status(Bench& bench) {
     FaultKind kind;
     int error;
     Status status;
-  } cases[] = {{FaultKind::Error, EIO, Status::DeviceError},  {FaultKind::Error, ENOSPC, Status::NoSpace},
-               {FaultKind::Error, EAGAIN, Status::Retry},     {FaultKind::Error, ECANCELED, Status::Cancelled},
-               {FaultKind::Short, 0, Status::ShortIo},        {FaultKind::Corrupt, 0, Status::ChecksumError}};
+  } cases[] = {{FaultKind::Error, EIO, Status::DeviceError}, {FaultKind::Error, ENOSPC, Status::NoSpace},
+               {FaultKind::Error, EAGAIN, Status::Retry},    {FaultKind::Error, ECANCELED, Status::Cancelled},
+               {FaultKind::Short, 0, Status::ShortIo},       {FaultKind::Corrupt, 0, Status::ChecksumError}};
   for (const auto& one : cases) {
     bench.faults.add(Direction::Read, 1, 1, {one.kind, one.error, 5}, 1);
     auto plan = bench.submit(Direction::Read, 10, 32);

@@ -27,7 +27,8 @@ int main() {
       }
     }
   }
-  // Balance over consecutive blocks: at most 2 objects between the fullest and the emptiest device per layer, 5 % from 20N blocks.
+  // Balance over consecutive blocks: at most 2 objects between the fullest and the emptiest device per layer, 5 % from
+  // 20N blocks.
   for (uint32_t devices = 1; devices <= 8; ++devices) {
     for (const uint32_t kv_factor : {1U, 2U}) {
       Layout layout{32 * kv_factor, kv_factor, 1, 0, 512, 512, 1000, std::vector<uint64_t>(devices, 0)};

@@ -118,7 +118,8 @@ def check(config: StoreConfig, lines: list[str], seed: int) -> Iterator[str]:
             result = store.retrieve(keys[:hit], range(hit)).wait(30)
             for position in range(hit):
                 if Status(result.statuses[position]) != Status.OK:
-                    yield f"seed {seed}: block {position} of prompt {prompt} was recovered and fails: {Status(result.statuses[position]).name}"
+                    name = Status(result.statuses[position]).name
+                    yield f"seed {seed}: block {position} of prompt {prompt} was recovered and fails: {name}"
                 elif not tensors.holds(keys[position], position):
                     yield f"seed {seed}: WRONG BYTES in block {position} of prompt {prompt}"
         newest = next((int(line.split()[1]) for line in reversed(lines) if line.startswith("+ ") and len(line.split()) == 3), None)

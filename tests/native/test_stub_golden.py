@@ -11,8 +11,9 @@ GOLDEN = Path(__file__).resolve().parents[2] / "tutti_mooncake" / "_native.pyi"
 
 
 def generated_stub() -> str:
-    import tutti_mooncake._native as native
     from nanobind.stubgen import StubGen
+
+    import tutti_mooncake._native as native
 
     generator = StubGen(native)
     generator.put(native)
@@ -21,9 +22,7 @@ def generated_stub() -> str:
 
 def test_stub_is_current():
     current, golden = generated_stub(), GOLDEN.read_text() if GOLDEN.exists() else ""
-    difference = "\n".join(
-        difflib.unified_diff(golden.splitlines(), current.splitlines(), "_native.pyi", "built module", lineterm="", n=1)
-    )
+    difference = "\n".join(difflib.unified_diff(golden.splitlines(), current.splitlines(), "_native.pyi", "built module", lineterm="", n=1))
     assert not difference, f"run scripts/check --update-stubs if this is meant:\n{difference}"
 
 

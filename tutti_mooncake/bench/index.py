@@ -13,6 +13,7 @@ import tempfile
 import time
 
 import numpy as np
+import numpy.typing as npt
 
 from tutti_mooncake import _native
 from tutti_mooncake.bench.report import Report
@@ -54,7 +55,7 @@ def _run(arguments: argparse.Namespace, root: str) -> Report:
     before = resident_bytes()
     table = _native.BlockTable(blocks, 4)
     random = np.random.default_rng(1)
-    prompts: list[np.ndarray] = []  # type: ignore[type-arg]
+    prompts: list[npt.NDArray[np.uint8]] = []
     while len(prompts) * PROMPT_BLOCKS < blocks:
         keys = random.integers(0, 256, (min(PROMPT_BLOCKS, blocks - len(prompts) * PROMPT_BLOCKS), 32), dtype=np.uint8)
         (statuses, slots, _, _), _removed = table.reserve(keys, None, 0, 1)
@@ -89,7 +90,13 @@ def _run(arguments: argparse.Namespace, root: str) -> Report:
     return report
 
 
-def _lookups(arguments: argparse.Namespace, report: Report, table: _native.BlockTable, prompts, random) -> None:  # type: ignore[no-untyped-def]
+def _lookups(
+    arguments: argparse.Namespace,
+    report: Report,
+    table: _native.BlockTable,
+    prompts: list[npt.NDArray[np.uint8]],
+    random: np.random.Generator,
+) -> None:
     """Prompts of 8,192 blocks of which a random part is resident."""
     foreign = random.integers(0, 256, (PROMPT_BLOCKS, 32), dtype=np.uint8)
     micros = []
@@ -104,7 +111,10 @@ def _lookups(arguments: argparse.Namespace, report: Report, table: _native.Block
             raise SystemExit(f"bench index: found {found} of {known} blocks")
     report.add("lookup_p99_us", [float(np.percentile(micros, 99))], "us", "<= 20")
     report.add("lookup_p50_us", [float(np.percentile(micros, 50))], "us")
-    report.notes.append(f"lookups: n={len(micros)}, as seen from Python, prompts of {PROMPT_BLOCKS} blocks, least {min(micros):.1f}, greatest {max(micros):.0f} us")
+    report.notes.append(
+        f"lookups: n={len(micros)}, as seen from Python, prompts of {PROMPT_BLOCKS} blocks, "
+        f"least {min(micros):.1f}, greatest {max(micros):.0f} us"
+    )
 
 
 def _damage(descriptor: int, blocks: int, random: np.random.Generator) -> None:

@@ -70,7 +70,10 @@ def main() -> None:
             part.copy_(chunk.tensor.view(torch.uint8).view(-1))
             chunk.ref_count_down()
 
-    answer(note=f"LMCache local disk: {chunks} chunks of 256 tokens ({block_bytes * CHUNK_BLOCKS >> 20} MiB), its 4 I/O threads, buffered I/O, no checksums")
+    answer(
+        note=f"LMCache local disk: {chunks} chunks of 256 tokens ({block_bytes * CHUNK_BLOCKS >> 20} MiB), its 4 I/O threads, "
+        "buffered I/O, no checksums"
+    )
     for line in sys.stdin:
         if line.strip() == "store":
             for key in keys:

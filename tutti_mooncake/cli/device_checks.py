@@ -131,9 +131,7 @@ def wear(device: str, drives: list[Path]) -> Finding:
         except OSError as error:
             reasons.append(f"{drive.name}: {error.strerror or error}")
     if not used:
-        return Finding(
-            device, "wear", "ok", "unknown", "; ".join(reasons) or "no drive is visible behind this directory"
-        )
+        return Finding(device, "wear", "ok", "unknown", "; ".join(reasons) or "no drive is visible behind this directory")
     found = f"{max(used)} % of rated life used"
     if max(used) >= WORN_PERCENT:
         return Finding(device, "wear", "warn", found, "plan its replacement, or set write_budget_bytes_per_day")

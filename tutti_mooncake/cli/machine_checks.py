@@ -85,7 +85,5 @@ def hash_seed(found: str, version: str, seed: str | None) -> Finding:
         return Finding(MACHINE, "vLLM", "ok", found, "block hashes have a fixed seed with sha256 and sha256_cbor")
     if seed not in (None, "", "random"):
         return Finding(MACHINE, "vLLM", "ok", f"{found}, PYTHONHASHSEED={seed}", "keep it the same on every start")
-    reason = (
-        "block hashes may start from a random seed, so nothing would be found after a restart: set PYTHONHASHSEED=0"
-    )
+    reason = "block hashes may start from a random seed, so nothing would be found after a restart: set PYTHONHASHSEED=0"
     return Finding(MACHINE, "vLLM", "warn", found, reason)

@@ -25,9 +25,7 @@ arguments, the file given by --config, TUTTI_<NAME> in the environment, and the 
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of `tutti`; each subcommand sets `run`, a function from the parsed arguments to an exit status."""
-    parser = argparse.ArgumentParser(
-        prog="tutti", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(prog="tutti", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--version", action="version", version=f"tutti {_version()}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for group in (pool_commands, report_commands, doctor, settings, benchmark):

@@ -114,9 +114,7 @@ class Progress:
         self._drawn = now
         share = done / total if total else 1.0
         left = (now - self._start) / share - (now - self._start) if share > 0 else 0.0
-        amount = (
-            f"{size_text(done)} of {size_text(total)}" if self._unit == "bytes" else f"{done} of {total} {self._unit}"
-        )
+        amount = f"{size_text(done)} of {size_text(total)}" if self._unit == "bytes" else f"{done} of {total} {self._unit}"
         text = f"{self._label}  {share:4.0%}  {amount}  {duration_text(left)} left"
         if self._terminal:
             filled = int(share * 30)
@@ -129,9 +127,7 @@ class Progress:
     def __enter__(self) -> Progress:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._visible:
             self._stream.write("\n")
             self._stream.flush()

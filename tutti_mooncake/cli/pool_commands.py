@@ -50,9 +50,7 @@ def add_commands(commands: Subparsers) -> None:
 
     pin = commands.add_parser("pin", help="protect a prefix from eviction", description=_PIN)
     add_store_arguments(pin)
-    pin.add_argument(
-        "keys", nargs="+", metavar="KEY", help="block keys of one chain, 64 hex digits each, first one first"
-    )
+    pin.add_argument("keys", nargs="+", metavar="KEY", help="block keys of one chain, 64 hex digits each, first one first")
     pin.add_argument("--lease-seconds", type=float, default=600, metavar="S", help="at most this long (default: 600)")
     pin.set_defaults(run=run_pin)
 
@@ -146,7 +144,5 @@ def run_clear(arguments: argparse.Namespace) -> int:
 def _confirmed(statistics: dict[str, Any]) -> bool:
     if not sys.stdin.isatty():
         return False
-    print(
-        f"remove {plain(statistics).get('resident_blocks', 'all')} blocks? [y/N] ", end="", file=sys.stderr, flush=True
-    )
+    print(f"remove {plain(statistics).get('resident_blocks', 'all')} blocks? [y/N] ", end="", file=sys.stderr, flush=True)
     return sys.stdin.readline().strip().lower() in ("y", "yes")

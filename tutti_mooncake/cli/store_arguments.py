@@ -73,9 +73,7 @@ def store_config(arguments: argparse.Namespace, **overrides: Any) -> StoreConfig
 def setting_sources(arguments: argparse.Namespace, environment: Mapping[str, str]) -> dict[str, str]:
     """Where each setting's value comes from."""
     sources = {
-        field.name: f"${ENVIRONMENT_PREFIX}{field.name.upper()}"
-        if ENVIRONMENT_PREFIX + field.name.upper() in environment
-        else "default"
+        field.name: f"${ENVIRONMENT_PREFIX}{field.name.upper()}" if ENVIRONMENT_PREFIX + field.name.upper() in environment else "default"
         for field in fields(StoreConfig)
     }
     sources.update({name: source for name, (_, source) in given_settings(arguments).items()})

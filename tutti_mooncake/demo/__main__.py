@@ -18,9 +18,7 @@ from tutti_mooncake.demo.run import run
 def main(arguments: list[str] | None = None) -> int:
     """Runs the demonstration and prints it."""
     parser = argparse.ArgumentParser(prog="scripts/demo")
-    parser.description = (
-        "A real vLLM answers about a long document: cold, from its own cache, and from disk after a kill -9."
-    )
+    parser.description = "A real vLLM answers about a long document: cold, from its own cache, and from disk after a kill -9."
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE")
     parser.add_argument("--document", type=Path, metavar="FILE", help="a text file to ask about (default: argparse.py)")
     parser.add_argument("--cache", type=Path, metavar="DIR", default=Path(".cache/demo"), help="model, pool and log")

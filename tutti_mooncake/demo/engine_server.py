@@ -29,9 +29,7 @@ class EngineServer:
         """Answers all prompts (token ids) at once, greedily. `ttft_seconds` counts from the submission of the batch."""
         return self._run(self._add(prompts, max_tokens, logprobs))
 
-    def generate_and_abort(
-        self, prompts: list[list[int]], max_tokens: int, abort_at_step: dict[str, int]
-    ) -> list[dict[str, Any]]:
+    def generate_and_abort(self, prompts: list[list[int]], max_tokens: int, abort_at_step: dict[str, int]) -> list[dict[str, Any]]:
         """As `generate`, but aborts prompt `int(i)` before engine step `abort_at_step[i]`; its answer stays empty."""
         ids = self._add(prompts, max_tokens, False)
         steps = {ids[int(position)]: step for position, step in abort_at_step.items()}
@@ -105,8 +103,7 @@ class EngineServer:
                 answer["finish_reason"] = completion.finish_reason
                 if completion.logprobs:
                     answer["logprobs"] = [
-                        float(chosen[token].logprob)
-                        for token, chosen in zip(completion.token_ids, completion.logprobs, strict=True)
+                        float(chosen[token].logprob) for token, chosen in zip(completion.token_ids, completion.logprobs, strict=True)
                     ]
             step += 1
         return [answers[request_id] for request_id in ids]

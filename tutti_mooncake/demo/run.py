@@ -43,9 +43,7 @@ class Outcome:
     @property
     def answers_equal(self) -> bool:
         """All three answers are the same tokens, and there are some."""
-        return bool(self.cold["token_ids"]) and (
-            self.cold["token_ids"] == self.cached["token_ids"] == self.restarted["token_ids"]
-        )
+        return bool(self.cold["token_ids"]) and (self.cold["token_ids"] == self.cached["token_ids"] == self.restarted["token_ids"])
 
     @property
     def load_gb_per_s(self) -> float:

@@ -75,7 +75,8 @@ class Mover:
             raise TensorError("KV tensors are registered already; a store serves one set of tensors")
         if len(tensors) != geometry.objects_per_block:
             raise TensorError(
-                f"{len(tensors)} tensors for {geometry.objects_per_block} objects per block (kv_factor {geometry.kv_factor} x {geometry.layers} layers)"
+                f"{len(tensors)} tensors for {geometry.objects_per_block} objects per block "
+                f"(kv_factor {geometry.kv_factor} x {geometry.layers} layers)"
             )
         for index, tensor in enumerate(tensors):
             _check_tensor(index, tensor, geometry)

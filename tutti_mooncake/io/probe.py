@@ -54,7 +54,10 @@ def probe(devices: Sequence[str] = (), executor: str = "auto") -> ProbeReport:
             if is_partition(device):
                 report.devices[device] = {"kind": "partition", "writable": os.access(device, os.W_OK)}
             else:
-                report.devices[device] = {"kind": "directory", "direct_io_alignment_bytes": alignment_of_directory(device)}
+                report.devices[device] = {
+                    "kind": "directory",
+                    "direct_io_alignment_bytes": alignment_of_directory(device),
+                }
         except DeviceUnavailable as error:
             report.devices[device] = {"error": str(error)}
     return report

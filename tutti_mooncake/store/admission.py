@@ -47,7 +47,7 @@ class AdmitSecondTouch:
         prefixes = np.maximum(prefixes, np.uint64(1))
         mixed = prefixes * np.uint64(0x9E3779B97F4A7C15)
         at = (mixed >> np.uint64(16)) & np.uint64(len(self._seen) - 1)
-        admitted = self._seen[at] == prefixes
+        admitted: npt.NDArray[np.bool_] = self._seen[at] == prefixes
         self._seen[at] = prefixes
         return admitted
 

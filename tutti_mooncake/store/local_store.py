@@ -26,6 +26,7 @@ from tutti_mooncake.geometry import Geometry
 from tutti_mooncake.io.executor import Mover, choose_executor
 from tutti_mooncake.keys import BlockIds, Keys, as_block_ids, as_key_array, salt_mask
 from tutti_mooncake.store.admission import WriteBudget, make_admission
+from tutti_mooncake.store.listing import NO_SLOT, list_blocks
 from tutti_mooncake.store.operations import Operation, RetrieveOperation, StoreOperation
 from tutti_mooncake.store.pool import Pool, Progress
 from tutti_mooncake.store.recovery import recover
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
     import torch
 
 Slots = npt.NDArray[np.uint32]
-NO_SLOT = 2**32 - 1
 _SWEEP_SLOTS = 4096
 _EVICT_BATCH = 64
 _STOP_GRACE_SECONDS = 10.0
@@ -156,7 +156,9 @@ class LocalStore:
 
     # --- moving blocks ---
 
-    def store(self, keys: Keys, block_ids: BlockIds, *, parent: bytes | None = None, deadline_seconds: float | None = None) -> StoreOperation:
+    def store(
+        self, keys: Keys, block_ids: BlockIds, *, parent: bytes | None = None, deadline_seconds: float | None = None
+    ) -> StoreOperation:
         """Starts to store consecutive blocks of one chain below `parent` (None = root).
 
         The blocks' memory must not change until the operation is done and drained. Raises KeyFormatError, TensorError, StoreClosed;
@@ -270,27 +272,7 @@ class LocalStore:
 
     def entries(self, limit: int | None = None) -> Iterator[BlockInfo]:
         """Resident blocks in slot order; a view that may be out of date as soon as it is given out. Keys are salted ones."""
-        first, left = 0, self._table.slots if limit is None else limit
-        while left > 0:
-            slots = self._table.resident_slots(first, min(left, 4096))
-            if not len(slots):
-                return
-            fields = self._table.records(self._pool.slot_table, slots)
-            parents = self._table.records(self._pool.slot_table, np.where(fields["parent_slots"] == NO_SLOT, slots, fields["parent_slots"]))
-            for i, slot in enumerate(slots):
-                root = int(fields["parent_slots"][i]) == NO_SLOT
-                yield BlockInfo(
-                    bytes(fields["keys"][i]),
-                    None if root else bytes(parents["keys"][i]),
-                    int(slot),
-                    int(fields["generations"][i]),
-                    self.geometry.block_tokens,
-                    self._slot_payload(),
-                    int(fields["created"][i]),
-                    int(fields["last_use"][i]),
-                    int(fields["expiry"][i]),
-                )
-            first, left = int(slots[-1]) + 1, left - len(slots)
+        return list_blocks(self._pool, self._table, limit)
 
     def stats(self) -> dict[str, Any]:
         """Counters and gauges; sizes in bytes."""
@@ -379,7 +361,9 @@ class LocalStore:
             self._count(store_over_budget_blocks=admitted - granted)
         return granted
 
-    def _reserve(self, chain: npt.NDArray[np.uint8], parent: npt.NDArray[np.uint8] | None) -> tuple[Any, Slots, Slots, npt.NDArray[np.uint8]]:
+    def _reserve(
+        self, chain: npt.NDArray[np.uint8], parent: npt.NDArray[np.uint8] | None
+    ) -> tuple[Any, Slots, Slots, npt.NDArray[np.uint8]]:
         now = self._now()
         if self.config.ttl_seconds:
             self._retirement.retire(self._table.sweep_expired(_SWEEP_SLOTS, now))

@@ -41,7 +41,9 @@ class Result:
         if self.failed:
             names, counts = np.unique(self.statuses[self.failed], return_counts=True)
             reasons = ", ".join(f"{count} {Status(name).name}" for name, count in zip(names, counts, strict=True))
-            raise OperationFailed(f"{len(self.failed)} of {len(self.statuses)} blocks failed: {reasons}; first at position {self.failed[0]}")
+            raise OperationFailed(
+                f"{len(self.failed)} of {len(self.statuses)} blocks failed: {reasons}; first at position {self.failed[0]}"
+            )
 
 
 class Operation:

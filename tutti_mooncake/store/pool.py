@@ -102,7 +102,13 @@ class Pool:
 
     @classmethod
     def open(
-        cls, config: StoreConfig, geometry: Geometry, *, rank: int = 0, create: bool = True, progress: Progress | None = None
+        cls,
+        config: StoreConfig,
+        geometry: Geometry,
+        *,
+        rank: int = 0,
+        create: bool = True,
+        progress: Progress | None = None,
     ) -> Pool:
         """Opens the pool, or makes it. Raises the errors named in LocalStore.open."""
         if not 0 <= rank < geometry.tp_size:
@@ -141,7 +147,9 @@ class Pool:
             raise PoolCorrupt(f"pool {first['pool_id']} has {first['device_count']} devices, {len(devices)} were named")
         repaired = 0
         if not config.read_only:
-            repaired = sum(on_disk.repair_superblock(d.buffered_fd, values) for d, values in zip(devices, superblocks, strict=True) if values)
+            repaired = sum(
+                on_disk.repair_superblock(d.buffered_fd, values) for d, values in zip(devices, superblocks, strict=True) if values
+            )
         return cls(devices, first, geometry, rank, repaired)
 
     def physical_bytes(self) -> int:
@@ -203,9 +211,7 @@ def _check_namespace(superblock: dict[str, Any], geometry: Geometry, path: str) 
         raise PoolCorrupt(f"{path} uses checksum algorithm {superblock['checksum_algorithm']}, which this program doesn't know")
 
 
-def _open_all(
-    paths: list[str], config: StoreConfig, geometry: Geometry, *, create: bool, progress: Progress | None
-) -> list[DeviceFile]:
+def _open_all(paths: list[str], config: StoreConfig, geometry: Geometry, *, create: bool, progress: Progress | None) -> list[DeviceFile]:
     """Existing devices opened, or new ones made."""
     opened: list[DeviceFile | None] = []
     for path in paths:

@@ -1,10 +1,12 @@
 // The index in memory: which key lies in which slot, and the prefix tree over the blocks.
 //
 // Invariants
-//  - prefix-closed: a resident block's parent is resident; a block is evicted only as an unpinned leaf, and any other removal takes its
+//  - prefix-closed: a resident block's parent is resident; a block is evicted only as an unpinned leaf, and any other
+//  removal takes its
 //    whole subtree along. So residency along a chain is monotone, and a longest-prefix lookup is a binary search.
 //  - a slot's generation grows at each reservation, so (slot, generation) names one block for ever.
-//  - a slot is in one state; it joins the free list only by release(), which the owner calls when its record is free on the device and
+//  - a slot is in one state; it joins the free list only by release(), which the owner calls when its record is free on
+//  the device and
 //    nothing reads it any more.
 //  - a child never outlives its parent: its expiry is at most the parent's.
 // Thread-safe: one lock, held for short sections; no I/O under it.
@@ -57,7 +59,8 @@ class BlockTable {
   // Expired blocks on the way are removed with their subtrees and appended to `removed`.
   std::vector<Reservation> reserve(std::span<const Key> keys, const Key* parent, uint32_t expiry, uint32_t now_seconds,
                                    std::vector<uint32_t>& removed);
-  // The block's bytes and record are durable. Ok, or Rejected for a block whose parent went meanwhile (it is Removed then).
+  // The block's bytes and record are durable. Ok, or Rejected for a block whose parent went meanwhile (it is Removed
+  // then).
   Status publish(uint32_t slot);
   // The block's bytes didn't become durable: removes it; appends what has to be freed to `removed`.
   void abort(uint32_t slot, std::vector<uint32_t>& removed);
@@ -72,14 +75,16 @@ class BlockTable {
   // Gives Removed slots back.
   void release(std::span<const uint32_t> slots);
 
-  // Pins the deepest resident block of `keys` against eviction (and with it its ancestors). Returns its slot, and how deep it is.
+  // Pins the deepest resident block of `keys` against eviction (and with it its ancestors). Returns its slot, and how
+  // deep it is.
   uint32_t pin_prefix(std::span<const Key> keys, uint32_t now_seconds, uint32_t& blocks);
   // Pins a slot that is reserved or resident, whichever its state.
   void pin(uint32_t slot);
   // BadState if it isn't pinned or is another generation by now.
   Status unpin(uint32_t slot, uint32_t generation);
 
-  // Recovery: every valid record in turn, then finish_load, which links the trees and returns the slots that it dropped.
+  // Recovery: every valid record in turn, then finish_load, which links the trees and returns the slots that it
+  // dropped.
   bool load(const SlotRecord& record);
   std::vector<uint32_t> finish_load(uint32_t now_seconds, uint64_t& orphans, uint64_t& expired);
 
@@ -101,7 +106,9 @@ class BlockTable {
   void insert_bucket(uint32_t slot) noexcept;
   void erase_bucket(uint32_t slot) noexcept;
   [[nodiscard]] uint32_t find_live(const Key& key, uint32_t now) const noexcept;
-  [[nodiscard]] bool expired(uint32_t slot, uint32_t now) const noexcept { return expiry_[slot] != 0 && expiry_[slot] <= now; }
+  [[nodiscard]] bool expired(uint32_t slot, uint32_t now) const noexcept {
+    return expiry_[slot] != 0 && expiry_[slot] <= now;
+  }
   void link_child(uint32_t parent, uint32_t child) noexcept;
   void unlink_child(uint32_t child) noexcept;
   [[nodiscard]] bool candidate(uint32_t slot) const noexcept {

@@ -4,11 +4,11 @@
 //   block(b)  = sum over j < 1024 of word(b, j) * multiplier(j)            mod 2^64, 32x32 -> 64-bit products
 //   total     = sum over b of block(b) * R^(blocks-1-b)                    mod 2^64, R odd
 //   checksum  = mix(total + length * L)                                    mix is a bijection
-// Everything before `mix` is linear, so it can be summed in any order: by vector lanes, or by the threads of a GPU warp or block,
-// each holding the multipliers of its own positions in registers.
-// A change confined to one aligned 32-bit word always changes the value: 0 < |difference * multiplier| < 2^64 and R^k is invertible.
-// So does exchanging two different words of a block (multipliers are distinct). Any other change goes unseen with odds near 2^-64.
-// Source of the family: Lemire and Kaser, "Strongly universal string hashing is fast", 2014.
+// Everything before `mix` is linear, so it can be summed in any order: by vector lanes, or by the threads of a GPU warp
+// or block, each holding the multipliers of its own positions in registers. A change confined to one aligned 32-bit
+// word always changes the value: 0 < |difference * multiplier| < 2^64 and R^k is invertible. So does exchanging two
+// different words of a block (multipliers are distinct). Any other change goes unseen with odds near 2^-64. Source of
+// the family: Lemire and Kaser, "Strongly universal string hashing is fast", 2014.
 #pragma once
 
 #include <array>

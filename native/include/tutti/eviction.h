@@ -1,5 +1,5 @@
-// Eviction policies. The block table offers only candidates: resident leaves of the prefix trees that nobody has pinned. So whatever
-// a policy chooses, a block never goes before its descendants.
+// Eviction policies. The block table offers only candidates: resident leaves of the prefix trees that nobody has
+// pinned. So whatever a policy chooses, a block never goes before its descendants.
 //
 // A touch of a block counts for all its ancestors: the table hands a removed leaf's last use on to its parent.
 // Not thread-safe: called under the table's lock.

@@ -1,12 +1,12 @@
 // The CPU executors: lanes (threads) that take IOCBs from the ring and move bytes between devices and host tensors.
 //
-// `uring`: each lane drives its own io_uring with O_DIRECT, registered files and, where the memlock limit allows, registered buffers.
-// `posix`: each lane moves one object at a time by preadv2/pwritev2, for kernels or container profiles that refuse io_uring.
-// Both check (read) or make (write) each object's checksum in the thread that moved it, and bounce through aligned staging memory only
-// where the device can't take the tensor's own memory.
+// `uring`: each lane drives its own io_uring with O_DIRECT, registered files and, where the memlock limit allows,
+// registered buffers. `posix`: each lane moves one object at a time by preadv2/pwritev2, for kernels or container
+// profiles that refuse io_uring. Both check (read) or make (write) each object's checksum in the thread that moved it,
+// and bounce through aligned staging memory only where the device can't take the tensor's own memory.
 //
-// Invariants: a plan's memory is touched by nobody once it is drained; nothing in a lane throws or allocates per object;
-// layers of one plan complete in order of issue as far as the devices allow.
+// Invariants: a plan's memory is touched by nobody once it is drained; nothing in a lane throws or allocates per
+// object; layers of one plan complete in order of issue as far as the devices allow.
 #pragma once
 
 #include <condition_variable>
@@ -29,9 +29,9 @@ namespace tutti {
 enum class ExecutorKind : uint8_t { Uring = 0, Posix = 1 };
 
 struct DeviceFile {
-  int fd = -1;                 // O_DIRECT where the file system has it; stays the caller's
-  uint32_t memory_align = 1;   // that the device wants of buffers
-  uint32_t offset_align = 1;   // and of offsets and lengths
+  int fd = -1;                // O_DIRECT where the file system has it; stays the caller's
+  uint32_t memory_align = 1;  // that the device wants of buffers
+  uint32_t offset_align = 1;  // and of offsets and lengths
 };
 
 // Where object i of every engine block lies in host memory: base + block*stride, payload_bytes long.
@@ -57,7 +57,8 @@ struct ExecutorStats {
 class Executor {
  public:
   // `table` gives the expected checksums of reads; `faults` may be null. Both outlive the executor.
-  Executor(Layout layout, std::vector<DeviceFile> devices, ExecutorOptions options, const SlotTable* table, FaultInjector* faults);
+  Executor(Layout layout, std::vector<DeviceFile> devices, ExecutorOptions options, const SlotTable* table,
+           FaultInjector* faults);
   ~Executor();
   Executor(const Executor&) = delete;
   Executor& operator=(const Executor&) = delete;

@@ -3,7 +3,8 @@
 // A slot holds one engine block of every rank. Object i = kv_factor*layer + kv of a slot with rotation `rot` lies on
 //   device (i + rot) mod N   at   data_offset[device] + ((slot*world + rank) * ceil(objects/N) + i/N) * object_bytes.
 // Two objects of one slot never share a place: equal i/N on one device means equal i.
-// Source: Tutti (arXiv 2605.03375), tensor-stripe layout; the rotation spreads consecutive blocks of a prompt over the devices.
+// Source: Tutti (arXiv 2605.03375), tensor-stripe layout; the rotation spreads consecutive blocks of a prompt over the
+// devices.
 #pragma once
 
 #include <cstdint>

@@ -1,9 +1,10 @@
-// A plan: one store or retrieve of many blocks, enqueued by one call and expanded into IOCBs by the executor as the ring has room.
+// A plan: one store or retrieve of many blocks, enqueued by one call and expanded into IOCBs by the executor as the
+// ring has room.
 //
-// Items are (block, object) pairs. A read runs layer by layer over all blocks, so that a layer is whole as early as possible; a write
-// runs block by block, so that a block's objects lie next to each other on the device in time as in space.
-// Invariants: every item ends exactly once (object_done); a block's status is the first that wasn't Ok; `drained` means that no I/O
-// of the plan can touch its memory any more; `done` is drained or expired.
+// Items are (block, object) pairs. A read runs layer by layer over all blocks, so that a layer is whole as early as
+// possible; a write runs block by block, so that a block's objects lie next to each other on the device in time as in
+// space. Invariants: every item ends exactly once (object_done); a block's status is the first that wasn't Ok;
+// `drained` means that no I/O of the plan can touch its memory any more; `done` is drained or expired.
 #pragma once
 
 #include <atomic>
@@ -65,7 +66,8 @@ class Plan : public std::enable_shared_from_this<Plan> {
     return layer_left_[layer].load(std::memory_order_acquire) == 0 || ended_early();
   }
 
-  // Wait until done / this layer is done / drained, or `until`; enforce the deadline themselves. Return whether it was reached.
+  // Wait until done / this layer is done / drained, or `until`; enforce the deadline themselves. Return whether it was
+  // reached.
   bool wait(Clock::time_point until);
   bool wait_layer(uint32_t layer, Clock::time_point until);
   bool wait_drained(Clock::time_point until);

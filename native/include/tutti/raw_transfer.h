@@ -1,4 +1,5 @@
-// The baseline of the benchmarks: plain io_uring with O_DIRECT over a list of ranges, without plans, checksums, records or layers.
+// The baseline of the benchmarks: plain io_uring with O_DIRECT over a list of ranges, without plans, checksums, records
+// or layers.
 #pragma once
 
 #include <cstdint>
@@ -13,8 +14,8 @@ struct RawRange {
   uint64_t address;
 };
 
-// Moves all ranges with `threads` rings of `depth` and returns the seconds it took, ring set-up apart. Throws std::system_error for
-// the first range that fails or comes up short.
+// Moves all ranges with `threads` rings of `depth` and returns the seconds it took, ring set-up apart. Throws
+// std::system_error for the first range that fails or comes up short.
 double raw_transfer(std::span<const RawRange> ranges, uint64_t bytes, bool write, uint32_t threads, uint32_t depth);
 
 }  // namespace tutti

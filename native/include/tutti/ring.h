@@ -1,9 +1,11 @@
-// The pair of rings between those who plan I/O and those who do it (gio_uring, Tutti section "GPU io_uring"), host form.
+// The pair of rings between those who plan I/O and those who do it (gio_uring, Tutti section "GPU io_uring"), host
+// form.
 //
-// An IOCB is a batch of up to 2,048 IOCTX, each one object's transfer. The planner takes a free IOCB, fills it and issues its id to
-// the submission ring; an executor's lane takes the id, moves the bytes, and posts a CQE.
-// Invariants: an IOCB is in exactly one of {free, being filled, submitted, running, completed}; its generation grows each time it
-// becomes free, so a completion of an earlier use is recognised; the rings hold ids only and can't overflow (capacity >= depth).
+// An IOCB is a batch of up to 2,048 IOCTX, each one object's transfer. The planner takes a free IOCB, fills it and
+// issues its id to the submission ring; an executor's lane takes the id, moves the bytes, and posts a CQE. Invariants:
+// an IOCB is in exactly one of {free, being filled, submitted, running, completed}; its generation grows each time it
+// becomes free, so a completion of an earlier use is recognised; the rings hold ids only and can't overflow (capacity
+// >= depth).
 #pragma once
 
 #include <array>

@@ -1,9 +1,10 @@
 // The slot table: the durable index. One 128-byte record per slot, and beside it the checksums of the slot's objects.
-// Both lie on device 0 (docs/format.md). Records are written through the page cache, so that they survive the process; `flush`
-// makes them survive a power loss.
+// Both lie on device 0 (docs/format.md). Records are written through the page cache, so that they survive the process;
+// `flush` makes them survive a power loss.
 //
-// Invariants: a record is written only after the slot's bytes and checksums; a record that fails its own check, names another pool or
-// another slot is treated as free and reported; a slot's record is overwritten as free before the slot is given out again.
+// Invariants: a record is written only after the slot's bytes and checksums; a record that fails its own check, names
+// another pool or another slot is treated as free and reported; a slot's record is overwritten as free before the slot
+// is given out again.
 #pragma once
 
 #include <algorithm>
@@ -57,7 +58,8 @@ struct ScanCounts {
 class SlotTable {
  public:
   // `fd` stays the caller's. `sums_per_slot` = world * objects.
-  SlotTable(int fd, uint64_t records_offset, uint64_t sums_offset, uint64_t slots, uint32_t sums_per_slot, uint64_t pool)
+  SlotTable(int fd, uint64_t records_offset, uint64_t sums_offset, uint64_t slots, uint32_t sums_per_slot,
+            uint64_t pool)
       : fd_(fd),
         records_offset_(records_offset),
         sums_offset_(sums_offset),
@@ -70,8 +72,8 @@ class SlotTable {
 
   // Writes the checksums of `count` objects of a slot, beginning with object `first` (rank * objects).
   Status write_sums(uint32_t slot, uint32_t first, std::span<const uint64_t> sums) const noexcept;
-  // Reads checksums of a slot: all of them are verified against the record's sums_check, then `first`.. copied to `out`.
-  // Stale when the record isn't resident with this generation.
+  // Reads checksums of a slot: all of them are verified against the record's sums_check, then `first`.. copied to
+  // `out`. Stale when the record isn't resident with this generation.
   Status read_sums(uint32_t slot, uint32_t generation, uint32_t first, std::span<uint64_t> out) const;
   // Fills in magic, pool, sums_check (from the sums on the device) and check, then writes.
   Status write_record(SlotRecord record) const;
@@ -128,7 +130,8 @@ ScanCounts SlotTable::scan(Visit visit) const {
   for (uint64_t first = 0; first < slots_; first += kBatch) {
     batch.resize(std::min(kBatch, slots_ - first));
     will_read(records_offset_ + (first + kBatch) * sizeof(SlotRecord), kBatch * sizeof(SlotRecord));
-    if (read_at(batch.data(), batch.size() * sizeof(SlotRecord), records_offset_ + first * sizeof(SlotRecord)) != Status::Ok) {
+    if (read_at(batch.data(), batch.size() * sizeof(SlotRecord), records_offset_ + first * sizeof(SlotRecord)) !=
+        Status::Ok) {
       counts.unreadable += batch.size();
       continue;
     }

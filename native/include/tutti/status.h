@@ -1,5 +1,5 @@
-// How an operation ended. One enum for native code and Python; tutti_mooncake/errors.py holds the table between the two.
-// Rejected, Exists and Retry are answers, not faults.
+// How an operation ended. One enum for native code and Python; tutti_mooncake/errors.py holds the table between the
+// two. Rejected, Exists and Retry are answers, not faults.
 #pragma once
 
 #include <cerrno>
@@ -20,7 +20,7 @@ enum class Status : uint8_t {
   Stale = 9,          // the slot belongs to another generation or key by now
   Timeout = 10,       // the deadline passed
   Cancelled = 11,
-  BadState = 12,      // the caller broke the contract, or the store is closed
+  BadState = 12,  // the caller broke the contract, or the store is closed
 };
 
 // Maps the result of a read or write of `wanted` bytes (negative errno, or a byte count) to a status.

@@ -1,5 +1,5 @@
-// One io_uring, by the kernel's own interface: what a lane needs and no more (liburing is not on every machine that has io_uring).
-// Used by one thread. Errors are negative errno; the constructor throws std::system_error.
+// One io_uring, by the kernel's own interface: what a lane needs and no more (liburing is not on every machine that has
+// io_uring). Used by one thread. Errors are negative errno; the constructor throws std::system_error.
 #pragma once
 
 #include <linux/io_uring.h>
@@ -23,8 +23,8 @@ class Uring {
   // A cleared submission entry, or nullptr when the queue is full (submit first).
   io_uring_sqe* get_sqe() noexcept;
   [[nodiscard]] uint32_t unsubmitted() const noexcept { return pending_; }
-  // Hands prepared entries to the kernel and waits for `wait_for` completions, at most `timeout_ns`. Negative errno on failure;
-  // -ETIME and -EINTR mean only that fewer completions arrived.
+  // Hands prepared entries to the kernel and waits for `wait_for` completions, at most `timeout_ns`. Negative errno on
+  // failure; -ETIME and -EINTR mean only that fewer completions arrived.
   int submit(uint32_t wait_for, uint64_t timeout_ns) noexcept;
   // Calls handle(user_data, result) for each completion that is there. Returns how many.
   template <typename Handle>

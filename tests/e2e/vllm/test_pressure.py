@@ -19,9 +19,7 @@ ROOM_BLOCKS = 12
 
 def test_all_requests_finish_and_answer_right_when_memory_is_short(start_engine: StartEngine) -> None:
     engine = start_engine(num_gpu_blocks_override=ROOM_BLOCKS, max_model_len=ROOM_BLOCKS * BLOCK_TOKENS // 2)
-    expected = [
-        engine.call("generate", prompts=[prompt], max_tokens=ANSWER_TOKENS, logprobs=True)[0] for prompt in PROMPTS
-    ]
+    expected = [engine.call("generate", prompts=[prompt], max_tokens=ANSWER_TOKENS, logprobs=True)[0] for prompt in PROMPTS]
     assert engine.call("report")["counters"]["loads"] == 0
     for attempt in ("first", "second"):
         answers = engine.call("generate", prompts=PROMPTS, max_tokens=ANSWER_TOKENS, logprobs=True)

@@ -53,9 +53,7 @@ def test_answers_from_disk_equal_those_computed(start_engine: StartEngine, first
     engine = start_engine()
     cold = ask(engine, LONG)
     other = ask(engine, OTHER)
-    assert cold["token_ids"] != other["token_ids"], (
-        "the model doesn't look at its prompt; comparing answers proves nothing"
-    )
+    assert cold["token_ids"] != other["token_ids"], "the model doesn't look at its prompt; comparing answers proves nothing"
     first_life |= {"long": cold, "other": other}
     assert counters(engine)["blocks_loaded"] == 0
 
@@ -139,9 +137,7 @@ def test_killed_engine_leaves_all_its_blocks_to_the_next(start_engine: StartEngi
     engine.stop()
 
 
-def test_flipped_bits_on_disk_are_recomputed_and_dropped(
-    start_engine: StartEngine, first_life: dict[str, Any], pool: Path
-) -> None:
+def test_flipped_bits_on_disk_are_recomputed_and_dropped(start_engine: StartEngine, first_life: dict[str, Any], pool: Path) -> None:
     damage = [("other", OTHER, ANSWER_TOKENS, 0), ("long", LONG, ANSWER_TOKENS, 4), ("short", SHORT[0], 4, 3)]
     flip_bits(pool, Geometry(**first_life["geometry"]), [(prompt, position) for _, prompt, _, position in damage])
     engine = start_engine()
@@ -171,10 +167,7 @@ def flip_bits(pool: Path, geometry: Geometry, damage: list[tuple[list[int], int]
     every format on disk.
     """
     with LocalStore.open(StoreConfig(devices=[str(pool)], capacity=CAPACITY), geometry, create=False) as store:
-        tensors = [
-            torch.zeros(len(damage), geometry.object_bytes, dtype=torch.uint8)
-            for _ in range(geometry.kv_factor * geometry.layers)
-        ]
+        tensors = [torch.zeros(len(damage), geometry.object_bytes, dtype=torch.uint8) for _ in range(geometry.kv_factor * geometry.layers)]
         store.register(tensors)
         for i, (prompt, position) in enumerate(damage):
             keys = block_hashes(prompt)

@@ -87,9 +87,7 @@ def test_pins_return_to_zero_whatever_becomes_of_a_thousand_requests(half: Sched
     loading: list[Any] = []
     for i in range(1000):
         one = request(f"p{i % 50}", 5 * T + 1, f"r{i}")
-        fate = source.choice(
-            ["aborted before the load", "loaded", "found locally", "aborted while loading", "not scheduled"]
-        )
+        fate = source.choice(["aborted before the load", "loaded", "found locally", "aborted while loading", "not scheduled"])
         local = 5 * T if fate == "found locally" else 0
         tokens = half.match(one, local)
         assert tokens == 5 * T - local

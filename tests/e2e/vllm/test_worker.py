@@ -14,9 +14,7 @@ KEYS = [bytes([i]) * 32 for i in range(8)]
 
 def transfer(request_id: str, begin: int = 0, end: int = 3) -> BlockTransfer:
     """Blocks `[begin, end)` of the one chain, in engine blocks 100 and on."""
-    return BlockTransfer(
-        request_id, KEYS[begin:end], list(range(100 + begin, 100 + end)), KEYS[begin - 1] if begin else None
-    )
+    return BlockTransfer(request_id, KEYS[begin:end], list(range(100 + begin, 100 + end)), KEYS[begin - 1] if begin else None)
 
 
 @pytest.fixture
@@ -105,9 +103,7 @@ def test_ended_request_keeps_its_blocks_until_its_stores_are_done(worker: Worker
     assert worker.engine_store.counters.blocks_stored == 5
 
 
-def test_last_stores_count_although_vllm_submits_them_after_asking_for_results(
-    worker: WorkerHalf, store: FakeStore
-) -> None:
+def test_last_stores_count_although_vllm_submits_them_after_asking_for_results(worker: WorkerHalf, store: FakeStore) -> None:
     metadata = TuttiConnectorMetadata(stores=[transfer("a")], finishing=["a"])
     assert worker.finished(metadata) == (set(), set())
     worker.start_stores(metadata)

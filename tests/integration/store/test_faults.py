@@ -216,9 +216,9 @@ def test_readers_and_writers_never_see_foreign_bytes(stores: Stores) -> None:
             hit = store.lookup(keys)
             tensors.wipe(mine, 32)
             result = store.retrieve(keys[:hit], range(mine, mine + hit)).wait(30)
-            for position in np.flatnonzero(result.statuses == Status.OK):
-                if not tensors.holds(keys[position], mine + int(position)):
-                    errors.append(f"worker {worker} turn {turn}: foreign bytes at {position}")
+            loaded = [int(position) for position in np.flatnonzero(result.statuses == Status.OK)]
+            foreign = [position for position in loaded if not tensors.holds(keys[position], mine + position)]
+            errors.extend(f"worker {worker} turn {turn}: foreign bytes at {position}" for position in foreign)
             with lock:
                 gets[0] += result.ok_blocks
 

@@ -39,7 +39,15 @@ def flip(path: Path, offset: int, bit: int = 0) -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [{"memory_layout": "split"}, {"dtype": "bfloat16"}, {"model": "other"}, {"hash_seed": "7"}, {"tp_size": 2}, {"layers": 5}]
+    "change",
+    [
+        {"memory_layout": "split"},
+        {"dtype": "bfloat16"},
+        {"model": "other"},
+        {"hash_seed": "7"},
+        {"tp_size": 2},
+        {"layers": 5},
+    ],
 )
 def test_pool_of_another_namespace_is_refused_with_both_fingerprints(stores: Stores, change: dict[str, object]) -> None:
     store, tensors = stores.open()

@@ -148,7 +148,10 @@ def test_record_whose_parent_is_damaged_goes_too(stores: Stores) -> None:
         file.seek(superblock["records_offset"] + slot * 128 + 20)
         file.write(b"\xff")
     store, _ = stores.open()
-    assert store.lookup(keys) == 10 and store.recovery.dropped_reasons == {"damaged records": 1, "without their parent": 29}
+    assert store.lookup(keys) == 10 and store.recovery.dropped_reasons == {
+        "damaged records": 1,
+        "without their parent": 29,
+    }
     assert "30 dropped" in str(store.recovery)
     stores.close_all()
     store, _ = stores.open()  # they were freed: nothing is dropped twice

@@ -115,7 +115,12 @@ def test_key_of_odd_length_or_type_is_refused(stores: Stores, bad: object) -> No
 def test_block_ids_that_cannot_be_are_refused(stores: Stores) -> None:
     store, _ = stores.open(blocks=8)
     keys = chain("ids", 2)
-    for ids, match in (([0], "1 block ids for 2 keys"), ([0, 8], "outside"), ([-1, 0], "outside"), ([0.5, 1.5], "integers")):
+    for ids, match in (
+        ([0], "1 block ids for 2 keys"),
+        ([0, 8], "outside"),
+        ([-1, 0], "outside"),
+        ([0.5, 1.5], "integers"),
+    ):
         with pytest.raises(TensorError, match=match):
             store.store(keys, ids)  # type: ignore[arg-type]
     with pytest.raises(TensorError, match="twice"):

@@ -5,9 +5,7 @@ import pytest
 from tutti_mooncake.cli import machine_checks
 
 
-@pytest.mark.parametrize(
-    ("release", "state"), [("5.10.0-28-amd64", "warn"), ("5.15.0", "ok"), ("6.1.0-13-amd64", "ok")]
-)
+@pytest.mark.parametrize(("release", "state"), [("5.10.0-28-amd64", "warn"), ("5.15.0", "ok"), ("6.1.0-13-amd64", "ok")])
 def test_kernel(release, state):
     assert machine_checks.kernel(release).state == state
 

@@ -30,9 +30,7 @@ def test_sizes(size_bytes, text):
     assert size_text(size_bytes) == text
 
 
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(0, "0 s"), (119, "119 s"), (3600, "60 min"), (7500, "2 h 05 min"), (259_200, "3 days")]
-)
+@pytest.mark.parametrize(("seconds", "text"), [(0, "0 s"), (119, "119 s"), (3600, "60 min"), (7500, "2 h 05 min"), (259_200, "3 days")])
 def test_durations(seconds, text):
     assert duration_text(seconds) == text
 

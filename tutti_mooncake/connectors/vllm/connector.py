@@ -101,9 +101,7 @@ class TuttiConnector(KVConnectorBase_V1):
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing to wait for: vLLM schedules a request only after its load has ended."""
 
-    def save_kv_layer(
-        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: Any
-    ) -> None:
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: Any) -> None:
         """Nothing to do: blocks are stored whole, by `wait_for_save`."""
 
     def wait_for_save(self) -> None:

@@ -42,9 +42,7 @@ def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
     parallel = vllm_config.parallel_config
     for name in ("tensor_parallel_size", "pipeline_parallel_size", "decode_context_parallel_size"):
         if getattr(parallel, name, 1) != 1:
-            raise ConfigError(
-                f"TuttiConnector runs engines of one rank; {name} is {getattr(parallel, name)}, set it to 1"
-            )
+            raise ConfigError(f"TuttiConnector runs engines of one rank; {name} is {getattr(parallel, name)}, set it to 1")
     groups = kv_cache_config.kv_cache_groups
     if len(groups) != 1:
         raise ConfigError(f"TuttiConnector keeps models with one KV cache group; this hybrid model has {len(groups)}")
@@ -53,9 +51,7 @@ def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
         raise ConfigError(f"TuttiConnector keeps full attention; this model's KV cache is {kind.__name__}")
     cache = vllm_config.cache_config
     if getattr(cache, "calculate_kv_scales", False):
-        raise ConfigError(
-            "calculate_kv_scales makes KV bytes depend on the first request; take the scales from the model"
-        )
+        raise ConfigError("calculate_kv_scales makes KV bytes depend on the first request; take the scales from the model")
     hash_seed(cache.prefix_caching_hash_algo)
 
 
@@ -89,9 +85,7 @@ def cache_dtype(cache_dtype_name: str, tensor_dtype: torch.dtype) -> str:
         return CACHE_DTYPES[cache_dtype_name]
     if tensor_dtype in TENSOR_DTYPES:
         return TENSOR_DTYPES[tensor_dtype]
-    raise ConfigError(
-        f"KV cache type {cache_dtype_name} ({tensor_dtype}) is not supported; use --kv-cache-dtype auto or fp8"
-    )
+    raise ConfigError(f"KV cache type {cache_dtype_name} ({tensor_dtype}) is not supported; use --kv-cache-dtype auto or fp8")
 
 
 def kv_layout(tensor: torch.Tensor, blocks: int, block_tokens: int, kv_heads: int, head_dim: int) -> KvLayout:
@@ -140,8 +134,7 @@ def build_geometry(
         if tensor.device.type != "cpu":
             raise TensorError(f"TuttiConnector moves KV caches in CPU memory; layer {layer} is on {tensor.device}")
     layouts = [
-        kv_layout(tensor, kv_cache_config.num_blocks, spec.block_size, spec.num_kv_heads, spec.head_size)
-        for tensor in layers.values()
+        kv_layout(tensor, kv_cache_config.num_blocks, spec.block_size, spec.num_kv_heads, spec.head_size) for tensor in layers.values()
     ]
     kinds = {(layout.name, str(view.dtype), view[0].numel()) for layout in layouts for view in layout.views}
     if len(kinds) != 1:
@@ -166,9 +159,7 @@ def build_geometry(
 
 def unique_layers(kv_caches: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The layers in the order of their index in the model, without those that show another layer's memory."""
-    ordered = sorted(
-        kv_caches.items(), key=lambda item: ([int(part) for part in item[0].split(".") if part.isdigit()], item[0])
-    )
+    ordered = sorted(kv_caches.items(), key=lambda item: ([int(part) for part in item[0].split(".") if part.isdigit()], item[0]))
     seen: set[int] = set()
     layers = {}
     for name, tensor in ordered:

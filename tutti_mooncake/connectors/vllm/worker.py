@@ -138,9 +138,7 @@ class WorkerHalf:
         for load in self._loads.values():
             if load.operation is not None:
                 load.operation.cancel()
-        for operation in [load.operation for load in self._loads.values()] + [
-            store.operation for store in self._stores
-        ]:
+        for operation in [load.operation for load in self._loads.values()] + [store.operation for store in self._stores]:
             if operation is not None:
                 self._wait_until_over(operation)
         self._loads.clear()
@@ -154,9 +152,7 @@ class WorkerHalf:
         if not skip:
             return transfer
         self._counters.blocks_already_stored += skip
-        return BlockTransfer(
-            transfer.request_id, transfer.keys[skip:], transfer.block_ids[skip:], parent=transfer.keys[skip - 1]
-        )
+        return BlockTransfer(transfer.request_id, transfer.keys[skip:], transfer.block_ids[skip:], parent=transfer.keys[skip - 1])
 
     def _wait_a_moment(self) -> None:
         operations: list[RetrieveOperation | StoreOperation] = [
@@ -203,9 +199,7 @@ class WorkerHalf:
             self._counters.blocks_store_failed += len(store.transfer.keys)
             return
         statuses = Counter(result.statuses.tolist())
-        stored, existing, refused = (
-            statuses.pop(status.value, 0) for status in (Status.OK, Status.EXISTS, Status.REJECTED)
-        )
+        stored, existing, refused = (statuses.pop(status.value, 0) for status in (Status.OK, Status.EXISTS, Status.REJECTED))
         self._counters.blocks_stored += stored
         self._counters.blocks_already_stored += existing
         self._counters.blocks_refused += refused
@@ -224,9 +218,7 @@ class WorkerHalf:
         block_ids = load.transfer.block_ids
         failed = block_ids
         if result is not None:
-            failed = [
-                block_id for block_id, status in zip(block_ids, result.statuses, strict=True) if status != Status.OK
-            ]
+            failed = [block_id for block_id, status in zip(block_ids, result.statuses, strict=True) if status != Status.OK]
         if failed:
             self._counters.loads_failed += 1
             self._load_errors.update(failed)

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tutti_mooncake import _native
-from tutti_mooncake.errors import TensorError
+from tutti_mooncake.errors import StoreClosed, TensorError
 from tutti_mooncake.geometry import Geometry
 from tutti_mooncake.io.device import DeviceFile
 
@@ -99,8 +99,11 @@ class Mover:
         blocks: npt.NDArray[np.uint32],
         deadline_seconds: float,
     ) -> _native.Plan:
-        """Enqueues a plan and returns at once."""
-        return self._executor.submit(write, slots, generations, rots, blocks, deadline_seconds)
+        """Enqueues a plan and returns at once. Raises StoreClosed once stop() has begun."""
+        try:
+            return self._executor.submit(write, slots, generations, rots, blocks, deadline_seconds)
+        except RuntimeError as error:
+            raise StoreClosed("the store is being closed") from error
 
     def stop(self, grace_seconds: float) -> None:
         """Ends running plans after at most `grace_seconds`, joins the lanes and lets the tensors go."""

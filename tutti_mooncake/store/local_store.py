@@ -9,6 +9,7 @@ slot's own record of the same generation; operations never raise for I/O errors,
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 import time
@@ -37,6 +38,7 @@ from tutti_mooncake.store.verify import verify_blocks
 if TYPE_CHECKING:
     import torch
 
+logger = logging.getLogger(__name__)
 Slots = npt.NDArray[np.uint32]
 _SWEEP_SLOTS = 4096
 _EVICT_BATCH = 64
@@ -385,17 +387,19 @@ class LocalStore:
     def _evict(self, blocks: int) -> int:
         removed = self._table.evict(blocks)
         if len(removed):  # nobody reads them: a retrieve pins what it reads
-            self._free_records(removed)
-            self._table.release(removed)
             self._count(evicted_blocks=len(removed))
+            if self._free_records(removed):
+                self._table.release(removed)
         return len(removed)
 
-    def _free_records(self, slots: Slots) -> None:
+    def _free_records(self, slots: Slots) -> bool:
+        """Marks slots as free on the device. False: the device refused, and the slots must not be used again before a restart."""
         status = Status(self._pool.slot_table.write(self._table, slots, False))
+        if status == Status.OK and self.config.durability == "flush":
+            status = self._pool.flush_records()
         if status != Status.OK:
-            self._count(record_errors=1)
-        if self.config.durability == "flush":
-            self._pool.flush_records()
+            self._count(record_errors=1, lost_slots=len(slots))
+        return status == Status.OK
 
     def _drop_failed(self, keys: npt.NDArray[np.uint8], generations: Slots) -> None:
         """Removes blocks whose stored copy proved unusable. `keys` are salted."""
@@ -427,7 +431,11 @@ class LocalStore:
                 return
             assert operation.plan is not None
             operation.plan.wait(-1.0)
-            operation.finish_once()
+            try:
+                operation.finish_once()
+            except Exception:
+                logger.exception("taking in the results of an operation failed; its blocks count as not stored")
+                operation.give_up()
             self._undrained = [attempt for attempt in self._undrained if not attempt()]
 
     def _when_drained(self, plan: _native.Plan, action: Callable[[], None]) -> None:
@@ -444,13 +452,15 @@ class LocalStore:
         plan = operation.plan
         assert plan is not None
         statuses = plan.statuses()
+        flush = self.config.durability == "flush"
         written = np.flatnonzero(statuses == Status.OK).astype(np.uint32)
+        if len(written) and flush and (flushed := self._pool.flush_data()) != Status.OK:
+            statuses[written] = flushed
+            written = written[:0]
         if len(written):
-            if self.config.durability == "flush":
-                self._pool.flush_data()
             statuses[written] = self._pool.slot_table.commit(self._table, plan, written, self._pool.first_sum, self._now())
-            if self.config.durability == "flush":
-                self._pool.flush_records()
+            if flush and (flushed := self._pool.flush_records()) != Status.OK:
+                statuses[written] = flushed
             durable = written[statuses[written] == Status.OK]
             statuses[durable] = self._table.publish(operation.slots[durable])
             orphaned = operation.slots[durable[statuses[durable] == Status.REJECTED]]

@@ -96,6 +96,11 @@ class Operation:
                 self._finish(self)
                 self._finished.set()
 
+    def give_up(self) -> None:
+        """Ends the operation as BAD_STATE: its results could not be taken in."""
+        self.statuses[self.positions] = Status.BAD_STATE
+        self._finished.set()
+
     def _result(self) -> Result:
         moved = int(np.count_nonzero(self.statuses[self.positions] == Status.OK)) if len(self.positions) else 0
         return Result(self.statuses.copy(), moved * self._payload_bytes, self.plan.seconds if self.plan is not None else 0.0)

@@ -6,6 +6,7 @@ beside it own nothing); superblocks are written last, so that an interrupted cre
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import time
@@ -24,6 +25,7 @@ from tutti_mooncake.errors import (
     PoolCorrupt,
     PoolLocked,
     PoolMissing,
+    Status,
 )
 from tutti_mooncake.geometry import Geometry
 from tutti_mooncake.io.device import DeviceFile, alignment_of_directory, allocate, is_partition, pool_path
@@ -156,14 +158,13 @@ class Pool:
         """Bytes that the pool takes on its devices, metadata included."""
         return sum(int(size) for size in self.superblock["device_bytes"])
 
-    def flush_data(self) -> None:
+    def flush_data(self) -> Status:
         """Makes written objects survive a power loss."""
-        for device in self.devices:
-            os.fdatasync(device.direct_fd)
+        return _flush([device.direct_fd for device in self.devices])
 
-    def flush_records(self) -> None:
+    def flush_records(self) -> Status:
         """Makes written records survive a power loss."""
-        os.fdatasync(self.devices[0].buffered_fd)
+        return _flush([self.devices[0].buffered_fd])
 
     def read_state(self) -> dict[str, Any]:
         """What the last owner left: clean, pid, host, budget."""
@@ -181,6 +182,15 @@ class Pool:
         """Closes the devices and gives the lock back."""
         for device in self.devices:
             device.close()
+
+
+def _flush(descriptors: list[int]) -> Status:
+    try:
+        for descriptor in descriptors:
+            os.fdatasync(descriptor)
+    except OSError as error:
+        return Status.NO_SPACE if error.errno in (errno.ENOSPC, errno.EDQUOT) else Status.DEVICE_ERROR
+    return Status.OK
 
 
 def read_geometry(config: StoreConfig) -> Geometry:

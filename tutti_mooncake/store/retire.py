@@ -17,9 +17,9 @@ Slots = npt.NDArray[np.uint32]
 
 
 class Retirement:
-    """`free_records(slots)` makes the slots' records free on the device, durably where that is configured."""
+    """`free_records(slots)` makes the slots' records free on the device and says whether that worked; else they stay out of use."""
 
-    def __init__(self, table: _native.BlockTable, free_records: Callable[[Slots], None]) -> None:
+    def __init__(self, table: _native.BlockTable, free_records: Callable[[Slots], bool]) -> None:
         self._table = table
         self._free_records = free_records
         self._next_ticket = 0
@@ -42,9 +42,8 @@ class Retirement:
 
     def retire(self, slots: Slots) -> None:
         """Takes slots that can't be found any more."""
-        if not len(slots):
+        if not len(slots) or not self._free_records(slots):
             return
-        self._free_records(slots)
         if self._readers:
             self._waiting.append((self._next_ticket, slots))
         else:

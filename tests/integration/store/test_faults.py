@@ -231,3 +231,14 @@ def test_readers_and_writers_never_see_foreign_bytes(stores: Stores) -> None:
     stats = store.stats()
     assert stats["checksum_errors"] == 0 and stats["evicted_blocks"] > 0 and stats["pinned_blocks"] == 0
     assert stats["resident_blocks"] + stats["free_blocks"] == stats["slots"]
+
+
+def test_failed_flush_is_not_called_durable(stores: Stores) -> None:
+    store, tensors = stores.open(durability="flush")
+    keys = chain("flushed", 4)
+    tensors.write(keys)
+    store._pool.flush_data = lambda: Status.DEVICE_ERROR  # type: ignore[method-assign]
+    result = store.store(keys, range(4)).wait(20)
+    assert set(result.statuses) == {Status.DEVICE_ERROR} and store.lookup(keys) == 0
+    del store._pool.flush_data  # type: ignore[attr-defined]
+    assert store.store(keys, range(4)).wait(20).ok_blocks == 4

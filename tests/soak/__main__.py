@@ -1,0 +1,59 @@
+"""`scripts/soak NAME [--rounds N] [--seed S]`: long campaigns, bounded, with their seeds printed."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.chaos.kill_loop import run_once
+from tests.soak.mixing import mix
+from tutti_mooncake import _native
+
+
+def executors() -> list[str]:
+    """Those that work here."""
+    return ["posix"] if _native.probe_uring() else ["uring", "posix"]
+
+
+def kill(rounds: int, seed: int, root: Path) -> list[str]:
+    """kill -9 at random points of a store/evict/reuse loop, on each executor in turn."""
+    wrong: list[str] = []
+    for index in range(rounds):
+        executor = executors()[index % len(executors())]
+        wrong += run_once(root / executor, seed + index, executor, "flush" if index % 10 == 9 else "data")
+        if index % 100 == 99:
+            print(f"{index + 1} of {rounds} kills, {len(wrong)} problems", flush=True)
+    return wrong
+
+
+def sessions(rounds: int, seed: int, root: Path) -> list[str]:
+    """Readers and writers over a pool that turns over: `rounds` gets, every byte compared."""
+    return mix(root, executors()[0], rounds, seed)
+
+
+NAMES: dict[str, tuple[Callable[[int, int, Path], list[str]], int]] = {"kill": (kill, 1000), "sessions": (sessions, 100_000)}
+
+
+def main() -> int:
+    """Runs one campaign; 1 when anything was wrong."""
+    parser = argparse.ArgumentParser(prog="soak", description=__doc__)
+    parser.add_argument("name", choices=sorted(NAMES))
+    parser.add_argument("--rounds", type=int)
+    parser.add_argument("--seed", type=int, default=1)
+    arguments = parser.parse_args()
+    run, rounds = NAMES[arguments.name]
+    rounds = arguments.rounds or rounds
+    begin = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        wrong = run(rounds, arguments.seed, Path(folder))
+    print("\n".join(wrong))
+    print(f"{arguments.name}: {rounds} rounds, seed {arguments.seed}, {len(wrong)} problems, {time.monotonic() - begin:.0f} s")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

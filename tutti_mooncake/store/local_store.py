@@ -9,6 +9,7 @@ slot's own record of the same generation; operations never raise for I/O errors,
 
 from __future__ import annotations
 
+import collections
 import logging
 import queue
 import threading
@@ -24,7 +25,7 @@ from tutti_mooncake import _native
 from tutti_mooncake.config import StoreConfig
 from tutti_mooncake.errors import PoolReadOnly, Status, StoreClosed, TensorError
 from tutti_mooncake.geometry import Geometry
-from tutti_mooncake.io.executor import Mover, choose_executor
+from tutti_mooncake.io.executor import FOREVER, Mover, choose_executor
 from tutti_mooncake.keys import BlockIds, Keys, as_block_ids, as_key_array, salt_mask
 from tutti_mooncake.store.admission import WriteBudget, make_admission
 from tutti_mooncake.store.listing import NO_SLOT, list_blocks
@@ -43,6 +44,7 @@ Slots = npt.NDArray[np.uint32]
 _SWEEP_SLOTS = 4096
 _EVICT_BATCH = 64
 _STOP_GRACE_SECONDS = 10.0
+_TICK_SECONDS = 0.1
 # A retrieve that ended so proves the stored copy unusable; it is dropped with its descendants.
 _DROP = (Status.CHECKSUM_ERROR, Status.DEVICE_ERROR, Status.SHORT_IO, Status.STALE)
 
@@ -87,7 +89,8 @@ class LocalStore:
         self._closed = False
         self._lock = threading.RLock()  # order of reservations, evictions and removals
         self._running: queue.SimpleQueue[Operation | None] = queue.SimpleQueue()
-        self._undrained: list[Callable[[], bool]] = []
+        self._reads: collections.deque[RetrieveOperation] = collections.deque()
+        self._undrained: collections.deque[Callable[[], bool]] = collections.deque()
         self._committer = threading.Thread(target=self._commit_loop, name="tutti-commit", daemon=True)
         if not config.read_only:
             self._write_state(clean=False)
@@ -235,7 +238,7 @@ class LocalStore:
         operation = RetrieveOperation(statuses, positions, plan, self._slot_payload(), self._finish_retrieve)
         operation.keys, operation.slots, operation.generations = array, slots, generations
         operation.ticket = ticket
-        self._running.put(operation)
+        self._reads.append(operation)  # without waking the committer: who waits for a retrieve takes its results in
         return operation
 
     # --- removing blocks ---
@@ -419,24 +422,34 @@ class LocalStore:
 
     def _commit_loop(self) -> None:
         """The store's own thread: commits finished stores, in order of submission, and cleans up after retrieves."""
-        while True:
+        running = True
+        while running:
             try:
-                operation = self._running.get(timeout=0.05 if self._undrained else None)
+                operation = self._running.get(timeout=_TICK_SECONDS)
             except queue.Empty:
-                self._undrained = [attempt for attempt in self._undrained if not attempt()]
-                continue
-            if operation is None:
-                for attempt in self._undrained:
-                    attempt()
-                return
-            assert operation.plan is not None
-            operation.plan.wait(-1.0)
-            try:
-                operation.finish_once()
-            except Exception:
-                logger.exception("taking in the results of an operation failed; its blocks count as not stored")
-                operation.give_up()
-            self._undrained = [attempt for attempt in self._undrained if not attempt()]
+                pass
+            else:
+                running = operation is not None
+                if operation is not None:
+                    self._take_in(operation)
+            for read in list(self._reads):
+                if not running or read.plan is None or read.plan.done():
+                    self._take_in(read)
+                    self._reads.remove(read)
+            for _ in range(len(self._undrained)):  # other threads append meanwhile
+                attempt = self._undrained.popleft()
+                if not attempt():
+                    self._undrained.append(attempt)
+
+    def _take_in(self, operation: Operation) -> None:
+        """Waits for an operation's plan and takes its results into the store; whatever goes wrong, the operation ends."""
+        if operation.plan is not None:
+            operation.plan.wait(FOREVER)
+        try:
+            operation.finish_once()
+        except Exception:
+            logger.exception("taking in the results of an operation failed; its blocks count as not stored")
+            operation.give_up()
 
     def _when_drained(self, plan: _native.Plan, action: Callable[[], None]) -> None:
         def attempt() -> bool:

@@ -86,6 +86,9 @@ class _Local:
         self.view = memory[start : start + 2 * self.bytes].view(self.layers, 2 * self.blocks, self.object_bytes)
         self.view.random_(0, 256, generator=torch.Generator().manual_seed(arguments.seed))
         self.store.register(list(self.view))
+        first, last = self.view.data_ptr(), self.view.data_ptr() + 2 * self.bytes
+        piece = (1 << 30) // self.object_bytes * self.object_bytes  # as the store's lanes do: pinned once, outside the clock
+        self.registered = [(at, min(at + piece, last)) for at in range(first, last, piece)]
         self.keys = [hashlib.sha256(b"bench %d" % index).digest() for index in range(self.blocks)]
         self.lanes = arguments.lanes or default_lanes(self.store.executor)
         self.contests: dict[str, Contest] = {}
@@ -139,6 +142,7 @@ class _Local:
                 write,
                 self.lanes,
                 self.arguments.queue_depth,
+                self.registered,
             )
         )
 

@@ -4,6 +4,8 @@
 
 #include <cstdint>
 #include <span>
+#include <utility>
+#include <vector>
 
 namespace tutti {
 
@@ -16,6 +18,7 @@ struct RawRange {
 
 // Moves all ranges with `threads` rings of `depth` and returns the seconds it took, ring set-up apart. Throws
 // std::system_error for the first range that fails or comes up short.
-double raw_transfer(std::span<const RawRange> ranges, uint64_t bytes, bool write, uint32_t threads, uint32_t depth);
+double raw_transfer(std::span<const RawRange> ranges, uint64_t bytes, bool write, uint32_t threads, uint32_t depth,
+                    const std::vector<std::pair<uint64_t, uint64_t>>& memory);
 
 }  // namespace tutti

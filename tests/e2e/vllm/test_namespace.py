@@ -81,11 +81,17 @@ def spec(kind: type, **more: int) -> SimpleNamespace:
     return SimpleNamespace(kv_cache_spec=kind(block_size=T, num_kv_heads=H, head_size=D, dtype=torch.float32, **more))
 
 
-def engine(**parallel: int) -> SimpleNamespace:
+ONE_RANK = {
+    "tensor_parallel_size": 1,
+    "pipeline_parallel_size": 1,
+    "decode_context_parallel_size": 1,
+    "distributed_executor_backend": "uni",
+}
+
+
+def engine(**parallel: int | str) -> SimpleNamespace:
     return SimpleNamespace(
-        parallel_config=SimpleNamespace(
-            **{"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "decode_context_parallel_size": 1, **parallel}
-        ),
+        parallel_config=SimpleNamespace(**ONE_RANK | parallel),
         cache_config=SimpleNamespace(prefix_caching_hash_algo="sha256", calculate_kv_scales=False),
     )
 
@@ -95,6 +101,11 @@ def engine(**parallel: int) -> SimpleNamespace:
     [
         (engine(tensor_parallel_size=2), [spec(FullAttentionSpec)], "tensor_parallel_size is 2"),
         (engine(pipeline_parallel_size=2), [spec(FullAttentionSpec)], "pipeline_parallel_size is 2"),
+        (
+            engine(distributed_executor_backend="mp"),
+            [spec(FullAttentionSpec)],
+            "VLLM_ENABLE_V1_MULTIPROCESSING=0",
+        ),
         (engine(), [spec(FullAttentionSpec), spec(FullAttentionSpec)], "has 2"),
         (engine(), [spec(SlidingWindowSpec, sliding_window=32)], "SlidingWindowSpec"),
     ],

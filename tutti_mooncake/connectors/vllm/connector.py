@@ -37,12 +37,23 @@ if TYPE_CHECKING:
 logger = init_logger(f"vllm.{__name__}")
 
 
+def hit_source() -> Any:
+    """The label of our hits in vLLM's metrics: the disk; `None` in releases that don't label hits."""
+    try:
+        from vllm.v1.metrics.cache_hit_source import CacheHitSource
+    except ImportError:
+        return None
+    return CacheHitSource.DISK
+
+
 class TuttiConnector(KVConnectorBase_V1):
     """Keeps vLLM's KV blocks on NVMe. Works for engines of one rank with one KV cache group.
 
     `kv_connector_extra_config` is a `StoreConfig` as a mapping. Raises `ConfigError` and what `LocalStore.open` raises
     while the engine starts; afterwards no failure of the store reaches vLLM, each is counted and treated as a miss.
     """
+
+    _cache_hit_source = hit_source()
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
@@ -88,7 +99,7 @@ class TuttiConnector(KVConnectorBase_V1):
             registry.release(engine_store)
             raise
         self._worker = WorkerHalf(engine_store)
-        logger.info("TuttiConnector: %s; recovered %s", geometry, engine_store.store.recovery)
+        logger.info("TuttiConnector: %s; %s", geometry, engine_store.store.recovery)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         metadata = _ours(kv_connector_metadata)

@@ -18,6 +18,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 
 from tutti_mooncake import Geometry
 from tutti_mooncake.connectors.vllm.model_identity import model_identity
+from tutti_mooncake.connectors.vllm.registry import ONE_PROCESS
 from tutti_mooncake.errors import ConfigError, TensorError
 
 if TYPE_CHECKING:
@@ -43,6 +44,8 @@ def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
     for name in ("tensor_parallel_size", "pipeline_parallel_size", "decode_context_parallel_size"):
         if getattr(parallel, name, 1) != 1:
             raise ConfigError(f"TuttiConnector runs engines of one rank; {name} is {getattr(parallel, name)}, set it to 1")
+    if parallel.distributed_executor_backend in ("mp", "ray"):
+        raise ConfigError(f"TuttiConnector's two halves share one store; {ONE_PROCESS}")
     groups = kv_cache_config.kv_cache_groups
     if len(groups) != 1:
         raise ConfigError(f"TuttiConnector keeps models with one KV cache group; this hybrid model has {len(groups)}")

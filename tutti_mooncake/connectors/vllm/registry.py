@@ -19,6 +19,12 @@ from tutti_mooncake.errors import ConfigError
 
 logger = init_logger(f"vllm.{__name__}")
 
+ONE_PROCESS = (
+    "run vLLM's worker in the engine's process: one rank, --distributed-executor-backend uni, and on CPUs "
+    "VLLM_ENABLE_V1_MULTIPROCESSING=0 in the environment"
+)
+"""What to set when vLLM would run its worker in a process of its own, as it does on CPUs by default."""
+
 
 @dataclass(frozen=True)
 class StoreId:
@@ -80,10 +86,7 @@ def attach(engine_id: str, config: StoreConfig) -> EngineStore:
     with _lock:
         engine_store = _open.get(store_id)
         if engine_store is None:
-            raise ConfigError(
-                "the worker half of TuttiConnector is not in the scheduler's process: run vLLM with one rank and "
-                "--distributed-executor-backend uni"
-            )
+            raise ConfigError(f"the worker half of TuttiConnector is not in the scheduler's process; {ONE_PROCESS}")
         engine_store.references += 1
     return engine_store
 

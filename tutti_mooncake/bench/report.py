@@ -42,7 +42,7 @@ class Report:
             "bench": self.bench,
             "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "machine": machine(),
-            "command": " ".join(sys.argv),
+            "command": " ".join(["scripts/bench", self.bench, *sys.argv[2:]]),
             "rows": [asdict(row) for row in self.rows],
             "notes": self.notes,
         }

@@ -13,6 +13,7 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <thread>
 #include <vector>
 
 #include "tutti/status.h"
@@ -101,6 +102,14 @@ class MpmcQueue {
     }
   }
 
+  // Pushes where there must be room. A cell that a consumer has claimed and not emptied yet (it was preempted between)
+  // still counts as taken when the others have gone round the queue: so this may have to wait for that consumer.
+  void put(const T& value) noexcept {
+    while (!push(value)) {
+      std::this_thread::yield();
+    }
+  }
+
   std::optional<T> pop() noexcept {
     uint64_t at = head_.load(std::memory_order_relaxed);
     for (;;) {
@@ -138,7 +147,7 @@ class Ring {
     for (uint32_t id = 0; id < depth; ++id) {
       iocbs_[id] = std::make_unique<Iocb>();
       iocbs_[id]->header.id = id;
-      free_.push(id);
+      free_.put(id);
     }
   }
 
@@ -152,7 +161,7 @@ class Ring {
   void issue(Iocb& iocb) noexcept {
     iocb.header.done.store(0, std::memory_order_relaxed);
     iocb.header.first_error.store(0, std::memory_order_relaxed);
-    submitted_.push(iocb.header.id);
+    submitted_.put(iocb.header.id);
   }
 
   // Executor side: the next batch, or nullptr.
@@ -171,8 +180,8 @@ class Ring {
     if (iocb.header.done.fetch_add(1, std::memory_order_acq_rel) + 1 != count) {
       return false;
     }
-    completed_.push(Cqe{iocb.header.id, iocb.header.generation.load(std::memory_order_relaxed),
-                        iocb.header.first_error.load(std::memory_order_relaxed) >> 16, count});
+    completed_.put(Cqe{iocb.header.id, iocb.header.generation.load(std::memory_order_relaxed),
+                       iocb.header.first_error.load(std::memory_order_relaxed) >> 16, count});
     return true;
   }
 
@@ -181,7 +190,7 @@ class Ring {
     const auto cqe = completed_.pop();
     if (cqe) {
       iocbs_[cqe->iocb]->header.generation.fetch_add(1, std::memory_order_relaxed);
-      free_.push(cqe->iocb);
+      free_.put(cqe->iocb);
     }
     return cqe;
   }

@@ -90,8 +90,8 @@ class StoreConfig:
             raise ConfigError("devices: name at least one directory or partition, for example /mnt/nvme0/tutti")
         if len(set(map(os.path.realpath, self.devices))) != len(self.devices):
             raise ConfigError(f"devices: the same device twice in {list(self.devices)}")
-        if len(self.devices) > 255:
-            raise ConfigError(f"devices: at most 255, not {len(self.devices)}")
+        if len(self.devices) > 64:
+            raise ConfigError(f"devices: at most 64, not {len(self.devices)}")
         for name in ("capacity", "write_budget_bytes_per_day"):
             size = parse_bytes(getattr(self, name), name)
             if size < 0:

@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from tutti_mooncake import _native
 from tutti_mooncake.config import StoreConfig
-from tutti_mooncake.errors import PoolReadOnly, Status, StoreClosed, TensorError
+from tutti_mooncake.errors import ConfigError, PoolReadOnly, Status, StoreClosed, TensorError
 from tutti_mooncake.geometry import Geometry
 from tutti_mooncake.io.executor import FOREVER, Mover, choose_executor
 from tutti_mooncake.keys import BlockIds, Keys, as_block_ids, as_key_array, salt_mask
@@ -141,6 +141,8 @@ class LocalStore:
     def pin(self, keys: Keys, lease_seconds: float) -> Pin:
         """Protects the leading resident blocks from eviction for at most `lease_seconds`. `Pin.blocks` may be 0."""
         self._check_open()
+        if not isinstance(lease_seconds, int | float) or lease_seconds <= 0:
+            raise ConfigError(f"lease_seconds must be a positive number of seconds, not {lease_seconds!r}")
         array = as_key_array(keys, self._mask)
         with self._lock:
             self._expire_pins()

@@ -10,7 +10,7 @@ import pytest
 
 from tests.conftest import Stores
 from tests.pattern import chain, geometry
-from tutti_mooncake import Status, StoreConfig
+from tutti_mooncake import ConfigError, Status, StoreConfig
 from tutti_mooncake.store.admission import SECONDS_PER_DAY, AdmitSecondTouch, WriteBudget
 
 
@@ -76,6 +76,10 @@ def test_pins_hold_and_all_of_them_end(stores: Stores) -> None:
             store.retrieve(keys[:2], [40, 41]).wait(20).raise_for_status()
         store.unpin(pin)
     assert store.stats()["pinned_blocks"] == 0 and store.stats()["pins"] == 0
+    for lease in (0, -5, "x"):
+        with pytest.raises(ConfigError, match="lease_seconds"):
+            store.pin(keys, lease)  # type: ignore[arg-type]
+    assert store.stats()["pinned_blocks"] == 0
     store.pin(keys, 60)  # forgotten by its owner: the lease ends it
     now[0] += 61
     assert store.stats()["pins"] == 0 and store.stats()["pinned_blocks"] == 0

@@ -183,6 +183,9 @@ class Plan:
     @property
     def blocks(self) -> int: ...
 
+    @property
+    def layers(self) -> int: ...
+
 class Executor:
     """Lanes that move bytes between devices and host tensors."""
 

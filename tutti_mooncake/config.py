@@ -29,6 +29,7 @@ _CHOICES = {
     "admission": ("all", "second_touch"),
 }
 ENVIRONMENT_PREFIX = "TUTTI_"
+_LONGEST_TTL_SECONDS = 10 * 366 * 86400
 
 
 def parse_bytes(value: int | str, name: str) -> int:
@@ -106,6 +107,8 @@ class StoreConfig:
             raise ConfigError(f"queue_depth: {self.queue_depth} is not between 1 and 1024")
         if not 0 <= self.lanes <= 64:
             raise ConfigError(f"lanes: {self.lanes} is not between 0 and 64")
+        if self.ttl_seconds > _LONGEST_TTL_SECONDS:
+            raise ConfigError(f"ttl_seconds: {self.ttl_seconds} is more than ten years; 0 = never")
         if self.ttl_seconds < 0 or self.read_deadline_seconds <= 0 or self.write_deadline_seconds <= 0:
             raise ConfigError("ttl_seconds can't be negative, and deadlines must be positive")
 

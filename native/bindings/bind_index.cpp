@@ -89,7 +89,10 @@ Out<uint8_t> commit(SlotTable& slots, BlockTable& table, const Plan& plan, const
       if (status == Status::Ok) {
         SlotRecord record = table.record_of(slot, RecordState::Resident);
         record.created = created;
-        status = slots.write_record(record);
+        // Looked at after the snapshot: a block whose parent went has lost its place in the tree, and must not come
+        // back as a root.
+        const bool alive = table.state_of(slot) == SlotState::Writing;
+        status = alive ? slots.write_record(record) : Status::Rejected;
       }
       statuses.push_back(static_cast<uint8_t>(status));
     }

@@ -60,6 +60,12 @@ double raw(const In<int32_t>& fds, const In<uint64_t>& offsets, const In<uint64_
   return raw_transfer(ranges, bytes, write, threads, depth, registered);
 }
 
+void check_layer(const Plan& plan, uint32_t layer) {
+  if (layer >= plan.objects / plan.kv_factor) {
+    throw nb::index_error("layer out of range");
+  }
+}
+
 }  // namespace
 
 void bind_io(nb::module_& module) {
@@ -114,7 +120,13 @@ void bind_io(nb::module_& module) {
   nb::class_<Plan>(module, "Plan", "A running or finished store or retrieve.")
       .def("done", &Plan::done)
       .def("drained", &Plan::drained)
-      .def("layer_done", &Plan::layer_done, nb::arg("layer"))
+      .def(
+          "layer_done",
+          [](const Plan& plan, uint32_t layer) {
+            check_layer(plan, layer);
+            return plan.layer_done(layer);
+          },
+          nb::arg("layer"))
       .def(
           "wait",
           [](Plan& plan, double seconds) {
@@ -125,6 +137,7 @@ void bind_io(nb::module_& module) {
       .def(
           "wait_layer",
           [](Plan& plan, uint32_t layer, double seconds) {
+            check_layer(plan, layer);
             const nb::gil_scoped_release release;
             return plan.wait_layer(layer, after(seconds));
           },
@@ -139,7 +152,8 @@ void bind_io(nb::module_& module) {
       .def("cancel", [](Plan& plan) { plan.end_early(Status::Cancelled); })
       .def("statuses", [](const Plan& plan) { return to_numpy(plan.statuses()); })
       .def_prop_ro("seconds", &Plan::seconds)
-      .def_prop_ro("blocks", &Plan::blocks);
+      .def_prop_ro("blocks", &Plan::blocks)
+      .def_prop_ro("layers", [](const Plan& plan) { return plan.objects / plan.kv_factor; });
 
   nb::class_<Executor>(module, "Executor", "Lanes that move bytes between devices and host tensors.")
       .def(

@@ -441,7 +441,7 @@ TableCounts BlockTable::counts() const {
 
 uint64_t BlockTable::memory_bytes() const noexcept {
   constexpr uint64_t kPerSlot = sizeof(Key) + sizeof(Tree) + sizeof(uint64_t) + 2 * sizeof(uint32_t) +
-                                sizeof(uint16_t) + sizeof(SlotState) + sizeof(uint8_t) +
+                                sizeof(uint32_t) + sizeof(SlotState) + sizeof(uint8_t) +
                                 sizeof(uint32_t) /* free list */ + 2 * sizeof(uint32_t) + sizeof(uint64_t) /* LRU */;
   return slots() * kPerSlot + buckets_.size() * sizeof(uint32_t);
 }

@@ -65,9 +65,11 @@ class DeviceFile:
         return True
 
     def close(self) -> None:
-        """Closes both descriptors, and so gives the lock back."""
-        os.close(self.direct_fd)
-        os.close(self.buffered_fd)
+        """Closes both descriptors, and so gives the lock back. Once only: their numbers may belong to others afterwards."""
+        for descriptor in (self.direct_fd, self.buffered_fd):
+            if descriptor >= 0:
+                os.close(descriptor)
+        self.direct_fd = self.buffered_fd = -1
 
 
 def pool_path(device: str, pool: str) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
@@ -14,16 +15,19 @@ NO_SLOT = 2**32 - 1
 _PAGE_SLOTS = 4096
 
 
-def list_blocks(pool: Pool, table: _native.BlockTable, limit: int | None) -> Iterator[BlockInfo]:
-    """Resident blocks in slot order, at most `limit`. Keys are salted ones."""
+def list_blocks(
+    pool: Pool, table: _native.BlockTable, limit: int | None, using: Callable[[], contextlib.AbstractContextManager[None]]
+) -> Iterator[BlockInfo]:
+    """Resident blocks in slot order, at most `limit`. Keys are salted ones. `using()` keeps the devices open while a page is read."""
     first, left = 0, table.slots if limit is None else limit
     while left > 0:
-        slots = table.resident_slots(first, min(left, _PAGE_SLOTS))
-        if not len(slots):
-            return
-        fields = table.records(pool.slot_table, slots)
-        roots = fields["parent_slots"] == NO_SLOT
-        parents = table.records(pool.slot_table, np.where(roots, slots, fields["parent_slots"]))
+        with using():
+            slots = table.resident_slots(first, min(left, _PAGE_SLOTS))
+            if not len(slots):
+                return
+            fields = table.records(pool.slot_table, slots)
+            roots = fields["parent_slots"] == NO_SLOT
+            parents = table.records(pool.slot_table, np.where(roots, slots, fields["parent_slots"]))
         for i, slot in enumerate(slots):
             yield BlockInfo(
                 bytes(fields["keys"][i]),

@@ -10,6 +10,7 @@ slot's own record of the same generation; operations never raise for I/O errors,
 from __future__ import annotations
 
 import collections
+import contextlib
 import logging
 import queue
 import threading
@@ -23,11 +24,12 @@ import numpy.typing as npt
 
 from tutti_mooncake import _native
 from tutti_mooncake.config import StoreConfig
-from tutti_mooncake.errors import ConfigError, PoolReadOnly, Status, StoreClosed, TensorError
+from tutti_mooncake.errors import ConfigError, PoolReadOnly, Status, StoreClosed, TensorError, TuttiError
 from tutti_mooncake.geometry import Geometry
 from tutti_mooncake.io.executor import FOREVER, Mover, choose_executor
 from tutti_mooncake.keys import BlockIds, Keys, as_block_ids, as_key_array, salt_mask
 from tutti_mooncake.store.admission import WriteBudget, make_admission
+from tutti_mooncake.store.lifetime import track
 from tutti_mooncake.store.listing import NO_SLOT, list_blocks
 from tutti_mooncake.store.operations import Operation, RetrieveOperation, StoreOperation
 from tutti_mooncake.store.pool import Pool, Progress
@@ -87,7 +89,9 @@ class LocalStore:
         self._counters: dict[str, int] = {}
         self._pins: dict[Pin, None] = {}
         self._closed = False
-        self._lock = threading.RLock()  # order of reservations, evictions and removals
+        self._lock = threading.RLock()  # order of reservations, evictions and removals; `_closed` changes under it
+        self._idle = threading.Condition(self._lock)
+        self._users: list[int] = []  # threads inside _using()
         self._running: queue.SimpleQueue[Operation | None] = queue.SimpleQueue()
         self._reads: collections.deque[RetrieveOperation] = collections.deque()
         self._undrained: collections.deque[Callable[[], bool]] = collections.deque()
@@ -95,6 +99,7 @@ class LocalStore:
         if not config.read_only:
             self._write_state(clean=False)
         self._committer.start()
+        track(self)
 
     @classmethod
     def open(
@@ -181,6 +186,7 @@ class LocalStore:
         if self.config.read_only or len(array) == 0:
             return StoreOperation(statuses, nothing, None, 0, self._finish_store)
         with self._lock:
+            self._check_open()
             admitted = self._admitted(array, statuses)
             chain = array[:admitted]
             if not admitted:
@@ -201,9 +207,9 @@ class LocalStore:
                 blocks=blocks[positions],
                 deadline_seconds=self.config.write_deadline_seconds if deadline_seconds is None else deadline_seconds,
             )
-        operation = StoreOperation(statuses, positions, plan, self._slot_payload(), self._finish_store)
-        operation.slots = slots[positions]
-        self._running.put(operation)
+            operation = StoreOperation(statuses, positions, plan, self._slot_payload(), self._finish_store)
+            operation.slots = slots[positions]
+            self._running.put(operation)  # under the lock: close() ends what was put before it, and nothing comes after
         return operation
 
     def retrieve(self, keys: Keys, block_ids: BlockIds, *, deadline_seconds: float | None = None) -> RetrieveOperation:
@@ -219,6 +225,7 @@ class LocalStore:
         if np.count_nonzero(named) != len(blocks):
             raise TensorError("block_ids name the same engine block twice; two reads into one block would race")
         with self._lock:
+            self._check_open()
             statuses, slots, generations, rots = self._table.resolve(array, self._now())
             positions = np.flatnonzero(statuses == Status.OK).astype(np.uint32)
             if not len(positions):
@@ -237,25 +244,25 @@ class LocalStore:
                 blocks=blocks,
                 deadline_seconds=self.config.read_deadline_seconds if deadline_seconds is None else deadline_seconds,
             )
-        operation = RetrieveOperation(statuses, positions, plan, self._slot_payload(), self._finish_retrieve)
-        operation.keys, operation.slots, operation.generations = array, slots, generations
-        operation.ticket = ticket
-        self._reads.append(operation)  # without waking the committer: who waits for a retrieve takes its results in
+            operation = RetrieveOperation(statuses, positions, plan, self._slot_payload(), self._finish_retrieve)
+            operation.keys, operation.slots, operation.generations = array, slots, generations
+            operation.ticket = ticket
+            self._reads.append(operation)  # without waking the committer: who waits for a retrieve takes its results in
         return operation
 
     # --- removing blocks ---
 
     def evict(self, blocks: int) -> int:
         """Removes up to `blocks` unpinned blocks, oldest leaves first. Returns how many."""
-        self._check_writable()
         with self._lock:
+            self._check_writable()
             return self._evict(blocks)
 
     def drop(self, keys: Keys) -> int:
         """Removes these blocks with all their descendants. Returns how many went."""
-        self._check_writable()
         array = as_key_array(keys, self._mask)
         with self._lock:
+            self._check_writable()
             removed = self._table.remove(array, np.zeros(len(array), dtype=np.uint32))
             self._retirement.retire(removed)
         self._count(dropped_blocks=len(removed))
@@ -263,23 +270,26 @@ class LocalStore:
 
     def clear(self) -> int:
         """Removes every block. Returns how many went."""
-        self._check_writable()
         with self._lock:
+            self._check_writable()
             removed = self._table.clear()
             self._retirement.retire(removed)
         self._count(cleared_blocks=len(removed))
         return len(removed)
 
     def verify(self, progress: Progress | None = None) -> VerifyReport:
-        """Reads every resident block, checks it, and drops what fails. `progress(done_blocks, total_blocks)`."""
-        self._check_open()
-        return verify_blocks(self._pool, self._table, progress, self._drop_failed)
+        """Reads every resident block, checks it, and drops what fails. `progress(done_blocks, total_blocks)`.
+
+        close() waits for it to leave; it then raises StoreClosed after the blocks at hand.
+        """
+        with self._using():
+            return verify_blocks(self._pool, self._table, progress, self._drop_failed, self._check_open)
 
     # --- views ---
 
     def entries(self, limit: int | None = None) -> Iterator[BlockInfo]:
         """Resident blocks in slot order; a view that may be out of date as soon as it is given out. Keys are salted ones."""
-        return list_blocks(self._pool, self._table, limit)
+        return list_blocks(self._pool, self._table, limit, self._using)
 
     def stats(self) -> dict[str, Any]:
         """Counters and gauges; sizes in bytes."""
@@ -305,15 +315,25 @@ class LocalStore:
         with self._lock:
             if self._closed:
                 return
+            if threading.get_ident() in self._users:
+                raise TuttiError("close() was called from inside verify() or entries() of the same store")
             self._closed = True
-        self._mover.stop(_STOP_GRACE_SECONDS)
-        self._running.put(None)
-        self._committer.join()
-        if not self.config.read_only:
-            self._pool.slot_table.save_recency(self._table)
-            if self.config.durability == "flush":
-                self._pool.flush_records()
-            self._write_state(clean=True)
+            self._idle.wait_for(lambda: not self._users)
+        try:
+            self._mover.stop(_STOP_GRACE_SECONDS)
+            self._running.put(None)
+            self._committer.join()
+            if not self.config.read_only:
+                self._pool.slot_table.save_recency(self._table)
+                if self.config.durability == "flush":
+                    self._pool.flush_records()
+                self._write_state(clean=True)
+        finally:
+            self._pool.close()
+
+    def abandon(self) -> None:
+        """For a forked child: gives up the inherited descriptors, and with them the hold on the parent's lock."""
+        self._closed = True
         self._pool.close()
 
     def __enter__(self) -> LocalStore:
@@ -330,6 +350,19 @@ class LocalStore:
     def _slot_payload(self) -> int:
         return self.geometry.payload_bytes_per_block
 
+    @contextlib.contextmanager
+    def _using(self) -> Iterator[None]:
+        """Keeps the devices open meanwhile. Raises StoreClosed once close() has begun."""
+        with self._lock:
+            self._check_open()
+            self._users.append(threading.get_ident())
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._users.remove(threading.get_ident())
+                self._idle.notify_all()
+
     def _check_open(self) -> None:
         if self._closed:
             raise StoreClosed("the store is closed")
@@ -341,6 +374,7 @@ class LocalStore:
 
     def _blocks(self) -> int:
         if not self._mover.registered:
+            self._check_open()
             raise TensorError("no KV tensors are registered; call register() first")
         return self._mover.blocks
 
@@ -471,24 +505,25 @@ class LocalStore:
         written = np.flatnonzero(statuses == Status.OK).astype(np.uint32)
         if len(written) and flush and (flushed := self._pool.flush_data()) != Status.OK:
             statuses[written] = flushed
-            written = written[:0]
+        # First the failures: they take their descendants along, which then are refused by commit or publish.
+        unusable = [self._table.abort(operation.slots[statuses != Status.OK])]
+        written = np.flatnonzero(statuses == Status.OK).astype(np.uint32)
         if len(written):
             statuses[written] = self._pool.slot_table.commit(self._table, plan, written, self._pool.first_sum, self._now())
             if flush and (flushed := self._pool.flush_records()) != Status.OK:
                 statuses[written] = flushed
+            unusable.append(self._table.abort(operation.slots[written[statuses[written] != Status.OK]]))
             durable = written[statuses[written] == Status.OK]
             statuses[durable] = self._table.publish(operation.slots[durable])
-            orphaned = operation.slots[durable[statuses[durable] == Status.REJECTED]]
-            with self._lock:
-                self._retirement.retire(orphaned)
-        failed = operation.slots[(statuses != Status.OK) & (statuses != Status.REJECTED)]
+            unusable.append(operation.slots[durable[statuses[durable] != Status.OK]])
+        removed = np.concatenate(unusable)
 
-        def abort() -> None:
+        def retire() -> None:
             with self._lock:
-                self._retirement.retire(self._table.abort(failed))
+                self._retirement.retire(removed)
 
-        if len(failed):
-            self._when_drained(plan, abort)
+        if len(removed):
+            self._when_drained(plan, retire)
         operation.statuses[operation.positions] = statuses
         self._count_statuses("store", operation.statuses)
 

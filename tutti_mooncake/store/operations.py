@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from tutti_mooncake.errors import OperationFailed, Status
+from tutti_mooncake.errors import OperationFailed, Status, TensorError
 
 if TYPE_CHECKING:
     from tutti_mooncake import _native
@@ -133,5 +133,7 @@ class RetrieveOperation(Operation):
 
     def wait_layer(self, layer: int, timeout_seconds: float | None = None) -> None:
         """Returns when this layer of every block has ended, well or not. Raises TimeoutError after `timeout_seconds`."""
+        if self.plan is not None and not 0 <= layer < self.plan.layers:
+            raise TensorError(f"layer {layer} is outside 0 to {self.plan.layers - 1}")
         if self.plan is not None and not self.plan.wait_layer(layer, -1.0 if timeout_seconds is None else timeout_seconds):
             raise TimeoutError(f"layer {layer} of {len(self.statuses)} blocks is still being read after {timeout_seconds} s")

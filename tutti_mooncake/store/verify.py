@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,8 +20,21 @@ _ALIGNMENT = 4096
 Drop = Callable[[npt.NDArray[np.uint8], npt.NDArray[np.uint32]], None]
 
 
-def verify_blocks(pool: Pool, table: _native.BlockTable, progress: Progress | None, drop: Drop) -> VerifyReport:
-    """Reads all blocks of this rank with its own lane; `drop(keys, generations)` removes those that fail."""
+def _resident(table: _native.BlockTable, fields: dict[str, npt.NDArray[Any]]) -> npt.NDArray[np.bool_]:
+    """Which of these blocks are resident now, in these generations."""
+    statuses, _, generations, _ = table.resolve(fields["keys"], 0)
+    same: npt.NDArray[np.bool_] = (statuses == Status.OK) & (generations == fields["generations"])
+    return same
+
+
+def verify_blocks(
+    pool: Pool, table: _native.BlockTable, progress: Progress | None, drop: Drop, check_open: Callable[[], None]
+) -> VerifyReport:
+    """Reads all blocks of this rank with its own lane; `drop(keys, generations)` removes those that fail.
+
+    Slots may be given to other blocks while they are read. A generation is never used twice, so a block that was resident with its
+    generation before and after the read was read as itself: only then is a failure damage. `check_open()` raises to end it early.
+    """
     start = time.perf_counter()
     geometry = pool.geometry
     objects, size = geometry.objects_per_block, pool.object_bytes
@@ -47,10 +61,11 @@ def verify_blocks(pool: Pool, table: _native.BlockTable, progress: Progress | No
     try:
         while len(slots := table.resident_slots(first, batch)):
             fields = table.records(pool.slot_table, slots)
+            before = _resident(table, fields)
             plan = executor.submit(False, slots, fields["generations"], fields["rots"], np.arange(len(slots), dtype=np.uint32), FOREVER)
             plan.wait(FOREVER)
             statuses = plan.statuses()
-            bad = np.flatnonzero(statuses != Status.OK)
+            bad = np.flatnonzero((statuses != Status.OK) & before & _resident(table, fields))
             for status in statuses[bad]:
                 reasons[Status(status).name] = reasons.get(Status(status).name, 0) + 1
             if len(bad):
@@ -58,6 +73,7 @@ def verify_blocks(pool: Pool, table: _native.BlockTable, progress: Progress | No
             checked, bad_blocks, first = checked + len(slots), bad_blocks + len(bad), int(slots[-1]) + 1
             if progress is not None:
                 progress(checked, max(total, checked))
+            check_open()
     finally:
         executor.stop(0.0)
     return VerifyReport(checked, bad_blocks, checked * objects * geometry.object_bytes, time.perf_counter() - start, reasons)

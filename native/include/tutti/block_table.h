@@ -127,7 +127,7 @@ class BlockTable {
   std::vector<uint64_t> last_use_;
   std::vector<uint32_t> generation_;
   std::vector<uint32_t> expiry_;
-  std::vector<uint16_t> pins_;
+  std::vector<uint32_t> pins_;
   std::vector<SlotState> state_;
   std::vector<uint8_t> rot_;
   std::vector<uint32_t> free_;

@@ -2,7 +2,10 @@
 
 #include <algorithm>
 #include <cstring>
+#include <exception>
+#include <future>
 #include <stdexcept>
+#include <system_error>
 
 #include "tutti/checksum.h"
 
@@ -73,9 +76,42 @@ void Executor::start(std::vector<TensorRegion> regions) {
       }
     }
   }
-  for (uint32_t lane = 0; lane < options_.lanes; ++lane) {
-    lanes_.emplace_back(
-        [this] { options_.kind == ExecutorKind::Uring ? run_uring_lane(*this) : run_posix_lane(*this); });
+  std::vector<std::future<void>> started;
+  std::exception_ptr failure;
+  try {
+    for (uint32_t lane = 0; lane < options_.lanes; ++lane) {
+      auto ready = std::make_shared<std::promise<void>>();
+      started.push_back(ready->get_future());
+      lanes_.emplace_back([this, ready] {
+        bool running = false;
+        const auto tell = [&] {
+          running = true;
+          ready->set_value();
+        };
+        try {
+          options_.kind == ExecutorKind::Uring ? run_uring_lane(*this, tell) : run_posix_lane(*this, tell);
+        } catch (...) {
+          if (running) {
+            throw;  // a lane that runs throws nothing: a broken invariant
+          }
+          ready->set_exception(std::current_exception());
+        }
+      });
+    }
+  } catch (const std::system_error&) {  // no more threads
+    started.pop_back();
+    failure = std::current_exception();
+  }
+  for (auto& lane : started) {
+    try {
+      lane.get();
+    } catch (...) {
+      failure = std::current_exception();
+    }
+  }
+  if (failure) {
+    stop(std::chrono::milliseconds(0));
+    std::rethrow_exception(failure);
   }
 }
 

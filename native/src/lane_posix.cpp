@@ -50,8 +50,9 @@ class Staging {
 
 }  // namespace
 
-void run_posix_lane(Executor& executor) {
+void run_posix_lane(Executor& executor, const std::function<void()>& ready) {
   const Staging staging(executor.io_bytes());
+  ready();
   Executor::Transfer transfer;
   for (;;) {
     const uint64_t seen = executor.epoch();

@@ -218,8 +218,9 @@ class Lane {
 
 }  // namespace
 
-void run_uring_lane(Executor& executor) {
+void run_uring_lane(Executor& executor, const std::function<void()>& ready) {
   Lane lane(executor);
+  ready();
   lane.run();
 }
 

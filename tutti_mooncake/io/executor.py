@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tutti_mooncake import _native
-from tutti_mooncake.errors import StoreClosed, TensorError
+from tutti_mooncake.errors import DeviceUnavailable, StoreClosed, TensorError
 from tutti_mooncake.geometry import Geometry
 from tutti_mooncake.io.device import DeviceFile
 
@@ -86,7 +86,12 @@ class Mover:
         bases = np.array([tensor.data_ptr() for tensor in tensors], dtype=np.uint64)
         strides = np.array([tensor.stride(0) * tensor.element_size() for tensor in tensors], dtype=np.uint64)
         self.blocks = blocks.pop()
-        self._executor.start(bases, strides, np.full(len(tensors), self.blocks, dtype=np.uint64))
+        try:
+            self._executor.start(bases, strides, np.full(len(tensors), self.blocks, dtype=np.uint64))
+        except RuntimeError as error:
+            raise DeviceUnavailable(
+                f"the I/O threads can't start: {error}; raise the limits of open files and memory, or lower lanes"
+            ) from error
         self._tensors = list(tensors)
 
     def submit(

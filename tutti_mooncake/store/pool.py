@@ -6,12 +6,14 @@ beside it own nothing); superblocks are written last, so that an interrupted cre
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import fcntl
 import os
 import socket
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +36,7 @@ from tutti_mooncake.store import format as on_disk
 Progress = Callable[[int, int], None]
 _MEBIBYTE = 1 << 20
 _RECORD_BYTES = 128
+_CREATION_WAIT_SECONDS = 5.0
 _PREWRITE_CHUNK = 4 * _MEBIBYTE
 
 
@@ -116,6 +119,18 @@ class Pool:
         if not 0 <= rank < geometry.tp_size:
             raise ConfigError(f"rank {rank} is outside tp_size {geometry.tp_size}")
         paths = [pool_path(device, config.pool) for device in config.devices]
+        try:
+            return cls._open_existing(paths, config, geometry, rank, progress=None, create=False)
+        except PoolMissing:
+            if not create or config.read_only:
+                raise
+        with _creation_lock(config.devices[0]):  # held until the pool's own lock is
+            return cls._open_existing(paths, config, geometry, rank, progress=progress, create=True)
+
+    @classmethod
+    def _open_existing(
+        cls, paths: list[str], config: StoreConfig, geometry: Geometry, rank: int, *, progress: Progress | None, create: bool
+    ) -> Pool:
         devices = _open_all(paths, config, geometry, create=create, progress=progress)
         try:
             return cls._check(config, geometry, rank, devices)
@@ -234,8 +249,10 @@ def _open_all(paths: list[str], config: StoreConfig, geometry: Geometry, *, crea
     missing = [path for path, device in zip(paths, opened, strict=True) if device is None]
     if len(present) == len(paths) and not blank:
         return present
-    whole_loss = len(blank) == len(present)  # nothing there, or only what an interrupted creation left
-    if not whole_loss and not config.rebuild_on_loss:
+    nothing = len(blank) == len(present)
+    # Superblocks are written last, device 0's last of all: a file without one there was never a pool.
+    interrupted = not missing and opened[0] in blank and not is_partition(paths[0])
+    if not nothing and not interrupted and not config.rebuild_on_loss:
         for device in present:
             device.close()
         gone = missing or [device.path for device in blank]
@@ -247,14 +264,43 @@ def _open_all(paths: list[str], config: StoreConfig, geometry: Geometry, *, crea
         for device in present:
             device.close()
         raise PoolMissing(f"there is no pool {config.pool!r} on {', '.join(config.devices)}; `tutti init` makes one")
-    for device in present:
-        if not device.lock():
-            raise PoolLocked(f"{device.path} is being made by another process")
+    if not all(device.lock() for device in present):
+        for device in present:
+            device.close()
+        raise PoolLocked(f"a device of pool {config.pool!r} is in use by another process")
     for device in present:
         device.close()
         if not is_partition(device.path):
             os.unlink(device.path)
     return _create(paths, config, geometry, progress)
+
+
+@contextlib.contextmanager
+def _creation_lock(device: str) -> Iterator[None]:
+    """One process at a time makes pools on a device. Raises PoolLocked when another one goes on doing so for some seconds."""
+    place = os.path.dirname(device) if is_partition(device) else device
+    try:
+        os.makedirs(place, exist_ok=True)
+        descriptor = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as error:
+        raise DeviceUnavailable(f"{place} can't be opened as a directory: {error.strerror}; check its owner, mode and mount") from error
+    try:
+        end = time.monotonic() + _CREATION_WAIT_SECONDS
+        while not _try_lock(descriptor):
+            if time.monotonic() > end:
+                raise PoolLocked(f"another process is making a pool in {place}; try again when it has ended")
+            time.sleep(0.05)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _try_lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _has_no_superblock(device: DeviceFile) -> bool:

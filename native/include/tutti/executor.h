@@ -12,6 +12,7 @@
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -63,7 +64,8 @@ class Executor {
   Executor(const Executor&) = delete;
   Executor& operator=(const Executor&) = delete;
 
-  // One region per object index. Starts the lanes; once only.
+  // One region per object index. Starts the lanes; once only. Rethrows what a lane threw that couldn't get its ring or
+  // memory: no lane runs then.
   void start(std::vector<TensorRegion> regions);
   // Enqueues a plan; returns at once. Thread-safe.
   std::shared_ptr<Plan> submit(Direction direction, std::vector<uint32_t> slots, std::vector<uint32_t> generations,
@@ -142,9 +144,10 @@ class Executor {
   std::vector<std::thread> lanes_;
 };
 
-// Lane bodies; each returns when the executor stops and nothing is in flight.
-void run_uring_lane(Executor& executor);
-void run_posix_lane(Executor& executor);
+// Lane bodies. Each calls ready() once it has what it needs, or throws before; it returns when the executor stops and
+// nothing is in flight.
+void run_uring_lane(Executor& executor, const std::function<void()>& ready);
+void run_posix_lane(Executor& executor, const std::function<void()>& ready);
 
 // Empty when io_uring can be used here, else why not.
 std::string probe_uring();

@@ -6,6 +6,7 @@ import errno
 import multiprocessing
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -244,3 +245,75 @@ def test_directory_that_is_read_only_is_refused(stores: Stores, small_disk: Path
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
     with pytest.raises(DeviceUnavailable, match="can't be written"):
         stores.open(devices=[str(small_disk)])
+
+
+def _make(config: object, go: object, results: object) -> None:
+    go.wait(30)  # type: ignore[attr-defined]
+    try:
+        store = LocalStore.open(config, geometry())  # type: ignore[arg-type]
+    except PoolLocked:
+        results.put("locked")  # type: ignore[attr-defined]
+        return
+    links = [os.fstat(device.buffered_fd).st_nlink for device in store._pool.devices]
+    results.put(links)  # type: ignore[attr-defined]
+    go.wait(30)  # type: ignore[attr-defined]
+    store.close()
+
+
+def test_of_two_processes_that_make_one_pool_one_is_refused(stores: Stores) -> None:
+    context = multiprocessing.get_context("fork")
+    for turn in range(5):
+        go, results = context.Barrier(2), context.Queue()
+        config = stores.config(pool=f"twins{turn}", capacity="64MiB", prewrite=True)
+        makers = [context.Process(target=_make, args=(config, go, results)) for _ in range(2)]
+        for maker in makers:
+            maker.start()
+        outcomes = [results.get(timeout=30) for _ in makers]
+        go.abort()
+        for maker in makers:
+            maker.join(30)
+        assert sorted(map(str, outcomes)) == ["[1, 1]", "locked"]
+
+
+@pytest.mark.parametrize("written", [0, 1])
+def test_creation_killed_before_its_last_superblock_is_made_anew(stores: Stores, written: int) -> None:
+    stores.open()
+    stores.close_all()
+    for index in range(2 - written):  # device 1 gets its superblock first, device 0 last
+        path = stores.root / f"nvme{index}" / "default.pool"
+        size = path.stat().st_size
+        os.truncate(path, 0)
+        os.truncate(path, size)
+    store, _ = stores.open()
+    assert store.recovery.recovered_blocks == 0
+
+
+_FEW_FILES = """
+import os, resource, sys
+from tests.pattern import PatternTensors, geometry
+from tutti_mooncake import DeviceUnavailable, LocalStore, StoreConfig
+store = LocalStore.open(StoreConfig(devices=(sys.argv[1],), capacity="16MiB", executor="uring", lanes=8), geometry())
+tensors = PatternTensors(store.geometry, 8)
+held = []
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+try:
+    while True:
+        held.append(os.dup(0))
+except OSError:
+    for _ in range(int(sys.argv[2])):
+        os.close(held.pop())
+try:
+    store.register(tensors.tensors)
+except DeviceUnavailable as error:
+    print(error)
+store.close()
+"""
+
+
+@pytest.mark.parametrize("left", [0, 1, 3])
+def test_too_few_open_files_is_an_error_not_an_abort(stores: Stores, left: int) -> None:
+    if stores.executor != "uring":
+        pytest.skip("posix lanes open no files")
+    command = [sys.executable, "-c", _FEW_FILES, str(stores.root / "few"), str(left)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[3])
+    assert done.returncode == 0 and "Too many open files" in done.stdout, done.stderr

@@ -43,6 +43,12 @@ def parse_bytes(value: int | str, name: str) -> int:
     return int(float(match.group(1)) * _UNITS.get(unit, _UNITS.get(unit + "B", 1)))
 
 
+def check_seconds(name: str, value: object, *, positive: bool = False) -> None:
+    """Raises ConfigError unless `value` is a number of seconds, not NaN and not negative (nor zero, if `positive`)."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0 or (positive and value == 0):
+        raise ConfigError(f"{name} must be a {'positive ' if positive else ''}number of seconds, not {value!r}")
+
+
 @dataclass(frozen=True)
 class StoreConfig:
     """Settings of one store. Sizes take numbers or text such as "200GiB". Raises ConfigError for values that can't be.

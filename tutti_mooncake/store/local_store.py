@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tutti_mooncake import _native
-from tutti_mooncake.config import StoreConfig
+from tutti_mooncake.config import StoreConfig, check_seconds
 from tutti_mooncake.errors import ConfigError, PoolReadOnly, Status, StoreClosed, TensorError, TuttiError
 from tutti_mooncake.geometry import Geometry
 from tutti_mooncake.io.executor import FOREVER, Mover, choose_executor
@@ -146,8 +146,7 @@ class LocalStore:
     def pin(self, keys: Keys, lease_seconds: float) -> Pin:
         """Protects the leading resident blocks from eviction for at most `lease_seconds`. `Pin.blocks` may be 0."""
         self._check_open()
-        if not isinstance(lease_seconds, int | float) or lease_seconds <= 0:
-            raise ConfigError(f"lease_seconds must be a positive number of seconds, not {lease_seconds!r}")
+        check_seconds("lease_seconds", lease_seconds, positive=True)
         array = as_key_array(keys, self._mask)
         with self._lock:
             self._expire_pins()
@@ -179,6 +178,8 @@ class LocalStore:
         self._check_open()
         array = as_key_array(keys, self._mask)
         blocks = as_block_ids(block_ids, len(array), self._blocks())
+        deadline = self.config.write_deadline_seconds if deadline_seconds is None else deadline_seconds
+        check_seconds("deadline_seconds", deadline)
         parent_key = None if parent is None else as_key_array([parent], self._mask)
         statuses = np.full(len(array), Status.REJECTED, dtype=np.uint8)
         nothing = np.empty(0, dtype=np.uint32)
@@ -205,7 +206,7 @@ class LocalStore:
                 generations=generations[positions],
                 rots=rots[positions],
                 blocks=blocks[positions],
-                deadline_seconds=self.config.write_deadline_seconds if deadline_seconds is None else deadline_seconds,
+                deadline_seconds=deadline,
             )
             operation = StoreOperation(statuses, positions, plan, self._slot_payload(), self._finish_store)
             operation.slots = slots[positions]
@@ -220,6 +221,8 @@ class LocalStore:
         self._check_open()
         array = as_key_array(keys, self._mask)
         blocks = as_block_ids(block_ids, len(array), self._blocks())
+        deadline = self.config.read_deadline_seconds if deadline_seconds is None else deadline_seconds
+        check_seconds("deadline_seconds", deadline)
         named = np.zeros(self._mover.blocks, dtype=np.bool_)
         named[blocks] = True
         if np.count_nonzero(named) != len(blocks):
@@ -242,7 +245,7 @@ class LocalStore:
                 generations=generations,
                 rots=rots,
                 blocks=blocks,
-                deadline_seconds=self.config.read_deadline_seconds if deadline_seconds is None else deadline_seconds,
+                deadline_seconds=deadline,
             )
             operation = RetrieveOperation(statuses, positions, plan, self._slot_payload(), self._finish_retrieve)
             operation.keys, operation.slots, operation.generations = array, slots, generations
@@ -254,9 +257,11 @@ class LocalStore:
 
     def evict(self, blocks: int) -> int:
         """Removes up to `blocks` unpinned blocks, oldest leaves first. Returns how many."""
+        if not isinstance(blocks, int) or blocks < 0:
+            raise ConfigError(f"blocks must be a number of blocks, not {blocks!r}")
         with self._lock:
             self._check_writable()
-            return self._evict(blocks)
+            return self._evict(min(blocks, self._table.slots))
 
     def drop(self, keys: Keys) -> int:
         """Removes these blocks with all their descendants. Returns how many went."""
@@ -293,9 +298,9 @@ class LocalStore:
 
     def stats(self) -> dict[str, Any]:
         """Counters and gauges; sizes in bytes."""
-        counts = self._table.counts()
         with self._lock:
             self._expire_pins()
+            counts = self._table.counts()
             counters = dict(self._counters)
         return {
             **{f"{name}_blocks": value for name, value in counts.items()},

@@ -211,3 +211,16 @@ def test_forked_child_does_not_keep_a_dead_owners_lock(stores: Stores) -> None:
 def test_ttl_beyond_the_clock_is_refused(stores: Stores) -> None:
     with pytest.raises(TuttiError, match="ttl_seconds"):
         stores.config(ttl_seconds=5e9)
+
+
+@pytest.mark.parametrize("deadline", ["x", -1, float("nan"), True])
+def test_impossible_deadline_is_refused_before_anything_is_reserved(stores: Stores, deadline: object) -> None:
+    store, _, keys = filled(stores)
+    for call in (store.store, store.retrieve):
+        with pytest.raises(TuttiError, match="deadline_seconds"):
+            call(chain("new", 4) if call == store.store else keys[:4], range(4), deadline_seconds=deadline)  # type: ignore[operator]
+    stats = store.stats()
+    assert stats["writing_blocks"] == 0 and stats["pinned_blocks"] == 0 and stats["free_blocks"] == stats["slots"] - 40
+    with pytest.raises(TuttiError, match="blocks"):
+        store.evict(-1)
+    assert store.evict(10**30) == 40

@@ -76,7 +76,7 @@ def test_pins_hold_and_all_of_them_end(stores: Stores) -> None:
             store.retrieve(keys[:2], [40, 41]).wait(20).raise_for_status()
         store.unpin(pin)
     assert store.stats()["pinned_blocks"] == 0 and store.stats()["pins"] == 0
-    for lease in (0, -5, "x"):
+    for lease in (0, -5, "x", float("nan")):
         with pytest.raises(ConfigError, match="lease_seconds"):
             store.pin(keys, lease)  # type: ignore[arg-type]
     assert store.stats()["pinned_blocks"] == 0

@@ -301,8 +301,7 @@ void Executor::note_buffers(std::string why) {
 }
 
 std::string Executor::buffer_note() const {
-  auto& self = const_cast<Executor&>(*this);
-  const std::lock_guard lock(self.mutex_);
+  const std::lock_guard lock(mutex_);
   return buffer_note_;
 }
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.chaos.kill_loop import run_once
+from tutti_mooncake.io import choose_executor
 
 KILLS = 100  # per executor
 
@@ -18,5 +19,5 @@ def test_kills_leave_a_pool_that_keeps_its_promises(tmp_path: Path, executor: st
 
 
 def test_kill_under_flush_durability(tmp_path: Path) -> None:
-    wrong = [problem for seed in range(10) for problem in run_once(tmp_path, 1000 + seed, "uring", "flush")]
+    wrong = [problem for seed in range(10) for problem in run_once(tmp_path, 1000 + seed, choose_executor("auto")[0], "flush")]
     assert not wrong, "\n".join(wrong)

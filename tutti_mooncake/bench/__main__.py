@@ -28,9 +28,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog=f"bench {name}", description=NAMES[name])
     parser.add_argument("--json", metavar="FILE", help="write the report there too")
     module.add_options(parser)
-    report = module.run(parser.parse_args(sys.argv[2:]))
-    print(report.text())
     arguments = parser.parse_args(sys.argv[2:])
+    report = module.run(arguments)
+    print(report.text())
     if arguments.json:
         with open(arguments.json, "w") as file:
             json.dump(report.as_dict(), file, indent=1)

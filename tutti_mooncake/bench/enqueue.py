@@ -1,4 +1,4 @@
-"""What one retrieve call costs the engine's thread: 80 layers, 64 and 8,192 blocks, lookup apart; bytes move in other threads."""
+"""What one retrieve call costs the engine's thread: 80 layers, 64 and 8,192 blocks; bytes move in other threads."""
 
 from __future__ import annotations
 

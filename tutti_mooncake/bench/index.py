@@ -1,6 +1,6 @@
 """The index at 10 million blocks: lookups, memory, and how long a pool of that size takes to open, after a clean stop and after a crash.
 
-The pool's data region is sparse and its blocks are never read: records are written as the store writes them.
+There are no objects: records are written by the store's own code, and nothing else.
 """
 
 from __future__ import annotations

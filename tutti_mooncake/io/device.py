@@ -58,11 +58,7 @@ class DeviceFile:
 
     def lock(self) -> bool:
         """Takes the single-owner lock; False when another open descriptor holds it."""
-        try:
-            fcntl.flock(self.buffered_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        return True
+        return try_lock(self.buffered_fd)
 
     def close(self) -> None:
         """Closes both descriptors, and so gives the lock back. Once only: their numbers may belong to others afterwards."""
@@ -70,6 +66,15 @@ class DeviceFile:
             if descriptor >= 0:
                 os.close(descriptor)
         self.direct_fd = self.buffered_fd = -1
+
+
+def try_lock(descriptor: int) -> bool:
+    """Takes the exclusive lock of an open file or directory, until its descriptors are closed; False when somebody else holds it."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def pool_path(device: str, pool: str) -> str:

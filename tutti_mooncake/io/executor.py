@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tutti_mooncake import _native
-from tutti_mooncake.errors import DeviceUnavailable, StoreClosed, TensorError
+from tutti_mooncake.errors import DeviceUnavailable, TensorError
 from tutti_mooncake.geometry import Geometry
 from tutti_mooncake.io.device import DeviceFile
 
@@ -104,11 +104,8 @@ class Mover:
         blocks: npt.NDArray[np.uint32],
         deadline_seconds: float,
     ) -> _native.Plan:
-        """Enqueues a plan and returns at once. Raises StoreClosed once stop() has begun."""
-        try:
-            return self._executor.submit(write, slots, generations, rots, blocks, deadline_seconds)
-        except RuntimeError as error:
-            raise StoreClosed("the store is being closed") from error
+        """Enqueues a plan and returns at once. Not to be called once stop() has begun: the store's lock sees to that."""
+        return self._executor.submit(write, slots, generations, rots, blocks, deadline_seconds)
 
     def stop(self, grace_seconds: float) -> None:
         """Ends running plans after at most `grace_seconds`, joins the lanes and lets the tensors go."""

@@ -43,10 +43,7 @@ def _close_all() -> None:
 
 def _abandon_all() -> None:
     for store in list(_open):
-        try:
-            store.abandon()
-        except OSError:  # closed before the fork
-            logger.debug("a store was closed before the fork")
+        store.abandon()
     _open.clear()
 
 

@@ -9,10 +9,7 @@ slot's own record of the same generation; operations never raise for I/O errors,
 
 from __future__ import annotations
 
-import collections
 import contextlib
-import logging
-import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -26,9 +23,11 @@ from tutti_mooncake import _native
 from tutti_mooncake.config import StoreConfig, check_seconds
 from tutti_mooncake.errors import ConfigError, PoolReadOnly, Status, StoreClosed, TensorError, TuttiError
 from tutti_mooncake.geometry import Geometry
-from tutti_mooncake.io.executor import FOREVER, Mover, choose_executor
+from tutti_mooncake.io.executor import Mover, choose_executor
 from tutti_mooncake.keys import BlockIds, Keys, as_block_ids, as_key_array, salt_mask
 from tutti_mooncake.store.admission import WriteBudget, make_admission
+from tutti_mooncake.store.committer import Committer
+from tutti_mooncake.store.leases import Leases
 from tutti_mooncake.store.lifetime import track
 from tutti_mooncake.store.listing import NO_SLOT, list_blocks
 from tutti_mooncake.store.operations import Operation, RetrieveOperation, StoreOperation
@@ -41,12 +40,10 @@ from tutti_mooncake.store.verify import verify_blocks
 if TYPE_CHECKING:
     import torch
 
-logger = logging.getLogger(__name__)
 Slots = npt.NDArray[np.uint32]
 _SWEEP_SLOTS = 4096
 _EVICT_BATCH = 64
 _STOP_GRACE_SECONDS = 10.0
-_TICK_SECONDS = 0.1
 # A retrieve that ended so proves the stored copy unusable; it is dropped with its descendants.
 _DROP = (Status.CHECKSUM_ERROR, Status.DEVICE_ERROR, Status.SHORT_IO, Status.STALE)
 
@@ -87,15 +84,12 @@ class LocalStore:
         self._budget = WriteBudget(config.write_budget, clock(), state.get("budget_level"), state.get("budget_time"))
         self._retirement = Retirement(table, self._free_records)
         self._counters: dict[str, int] = {}
-        self._pins: dict[Pin, None] = {}
+        self._leases = Leases(table, clock)
         self._closed = False
         self._lock = threading.RLock()  # order of reservations, evictions and removals; `_closed` changes under it
         self._idle = threading.Condition(self._lock)
         self._users: list[int] = []  # threads inside _using()
-        self._running: queue.SimpleQueue[Operation | None] = queue.SimpleQueue()
-        self._reads: collections.deque[RetrieveOperation] = collections.deque()
-        self._undrained: collections.deque[Callable[[], bool]] = collections.deque()
-        self._committer = threading.Thread(target=self._commit_loop, name="tutti-commit", daemon=True)
+        self._committer = Committer()
         if not config.read_only:
             self._write_state(clean=False)
         self._committer.start()
@@ -149,21 +143,13 @@ class LocalStore:
         check_seconds("lease_seconds", lease_seconds, positive=True)
         array = as_key_array(keys, self._mask)
         with self._lock:
-            self._expire_pins()
-            slot, generation, blocks = self._table.pin_prefix(array, self._now())
-            pin = Pin(slot, generation, blocks, self._clock() + lease_seconds)
-            if blocks:
-                if pin in self._pins:  # the same block, pinned in the same instant: tell them apart
-                    pin = Pin(slot, generation, blocks, pin.expires + 1e-6 * (1 + len(self._pins)))
-                self._pins[pin] = None
-        return pin
+            self._leases.expire()
+            return self._leases.pin(array, self._now(), lease_seconds)
 
     def unpin(self, pin: Pin) -> None:
         """Ends a pin; one that has expired or was ended before is ignored."""
         with self._lock:
-            if pin in self._pins:
-                del self._pins[pin]
-                self._table.unpin(pin.slot, pin.generation)
+            self._leases.end(pin)
 
     # --- moving blocks ---
 
@@ -182,24 +168,23 @@ class LocalStore:
         check_seconds("deadline_seconds", deadline)
         parent_key = None if parent is None else as_key_array([parent], self._mask)
         statuses = np.full(len(array), Status.REJECTED, dtype=np.uint8)
-        nothing = np.empty(0, dtype=np.uint32)
         self._count(store_offered_blocks=len(array))
         if self.config.read_only or len(array) == 0:
-            return StoreOperation(statuses, nothing, None, 0, self._finish_store)
+            return self._without_io(statuses)
         with self._lock:
             self._check_open()
             admitted = self._admitted(array, statuses)
             chain = array[:admitted]
             if not admitted:
                 self._count_statuses("store", statuses)
-                return StoreOperation(statuses, nothing, None, 0, self._finish_store)
+                return self._without_io(statuses)
             reserved, slots, generations, rots = self._reserve(chain, parent_key)
             statuses[:admitted] = reserved
             positions = np.flatnonzero(reserved == Status.OK).astype(np.uint32)
             self._budget.give_back((admitted - len(positions)) * self._slot_payload())
             if not len(positions):
                 self._count_statuses("store", statuses)
-                return StoreOperation(statuses, nothing, None, 0, self._finish_store)
+                return self._without_io(statuses)
             plan = self._mover.submit(
                 write=True,
                 slots=slots[positions],
@@ -210,7 +195,7 @@ class LocalStore:
             )
             operation = StoreOperation(statuses, positions, plan, self._slot_payload(), self._finish_store)
             operation.slots = slots[positions]
-            self._running.put(operation)  # under the lock: close() ends what was put before it, and nothing comes after
+            self._committer.add_store(operation)  # under the lock: close() ends what was put before it, and nothing comes after
         return operation
 
     def retrieve(self, keys: Keys, block_ids: BlockIds, *, deadline_seconds: float | None = None) -> RetrieveOperation:
@@ -250,7 +235,7 @@ class LocalStore:
             operation = RetrieveOperation(statuses, positions, plan, self._slot_payload(), self._finish_retrieve)
             operation.keys, operation.slots, operation.generations = array, slots, generations
             operation.ticket = ticket
-            self._reads.append(operation)  # without waking the committer: who waits for a retrieve takes its results in
+            self._committer.add_retrieve(operation)
         return operation
 
     # --- removing blocks ---
@@ -299,7 +284,7 @@ class LocalStore:
     def stats(self) -> dict[str, Any]:
         """Counters and gauges; sizes in bytes."""
         with self._lock:
-            self._expire_pins()
+            self._leases.expire()
             counts = self._table.counts()
             counters = dict(self._counters)
         return {
@@ -309,7 +294,7 @@ class LocalStore:
             "pool_bytes": self._pool.physical_bytes(),
             "capacity_bytes": int(self._pool.superblock["capacity"]),
             "index_memory_bytes": self._table.memory_bytes,
-            "pins": len(self._pins),
+            "pins": len(self._leases),
             "executor": self.executor,
             **counters,
             **self._mover.stats(),
@@ -326,8 +311,7 @@ class LocalStore:
             self._idle.wait_for(lambda: not self._users)
         try:
             self._mover.stop(_STOP_GRACE_SECONDS)
-            self._running.put(None)
-            self._committer.join()
+            self._committer.stop()
             if not self.config.read_only:
                 self._pool.slot_table.save_recency(self._table)
                 if self.config.durability == "flush":
@@ -392,6 +376,10 @@ class LocalStore:
         names, counts = np.unique(statuses, return_counts=True)
         self._count(**{f"{kind}_{Status(name).name.lower()}_blocks": int(count) for name, count in zip(names, counts, strict=True)})
 
+    def _without_io(self, statuses: npt.NDArray[np.uint8]) -> StoreOperation:
+        """A store whose blocks are all decided."""
+        return StoreOperation(statuses, np.empty(0, dtype=np.uint32), None, 0, self._finish_store)
+
     def _write_state(self, *, clean: bool) -> None:
         self._pool.write_state(clean=clean, budget_level=self._budget.level, budget_time=self._clock())
 
@@ -454,53 +442,7 @@ class LocalStore:
             self._retirement.retire(removed)
         self._count(dropped_blocks=len(removed))
 
-    def _expire_pins(self) -> None:
-        now = self._clock()
-        for pin in [pin for pin in self._pins if pin.expires <= now]:
-            self.unpin(pin)
-
     # --- ends of operations ---
-
-    def _commit_loop(self) -> None:
-        """The store's own thread: commits finished stores, in order of submission, and cleans up after retrieves."""
-        running = True
-        while running:
-            try:
-                operation = self._running.get(timeout=_TICK_SECONDS)
-            except queue.Empty:
-                pass
-            else:
-                running = operation is not None
-                if operation is not None:
-                    self._take_in(operation)
-            for read in list(self._reads):
-                if not running or read.plan is None or read.plan.done():
-                    self._take_in(read)
-                    self._reads.remove(read)
-            for _ in range(len(self._undrained)):  # other threads append meanwhile
-                attempt = self._undrained.popleft()
-                if not attempt():
-                    self._undrained.append(attempt)
-
-    def _take_in(self, operation: Operation) -> None:
-        """Waits for an operation's plan and takes its results into the store; whatever goes wrong, the operation ends."""
-        if operation.plan is not None:
-            operation.plan.wait(FOREVER)
-        try:
-            operation.finish_once()
-        except Exception:
-            logger.exception("taking in the results of an operation failed; its blocks count as not stored")
-            operation.give_up()
-
-    def _when_drained(self, plan: _native.Plan, action: Callable[[], None]) -> None:
-        def attempt() -> bool:
-            if not plan.drained():
-                return False
-            action()
-            return True
-
-        if not attempt():
-            self._undrained.append(attempt)
 
     def _finish_store(self, operation: Operation) -> None:
         plan = operation.plan
@@ -528,7 +470,7 @@ class LocalStore:
                 self._retirement.retire(removed)
 
         if len(removed):
-            self._when_drained(plan, retire)
+            self._committer.when_drained(plan, retire)
         operation.statuses[operation.positions] = statuses
         self._count_statuses("store", operation.statuses)
 
@@ -543,7 +485,7 @@ class LocalStore:
                 self._table.unpin(int(operation.slots[-1]), int(operation.generations[-1]))
                 self._retirement.reader_ends(operation.ticket)
 
-        self._when_drained(plan, release)
+        self._committer.when_drained(plan, release)
         if bad.any():
             self._drop_failed(operation.keys[bad], operation.generations[bad])
         operation.statuses[operation.positions] = statuses

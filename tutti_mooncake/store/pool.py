@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
 import socket
 import time
@@ -30,7 +29,7 @@ from tutti_mooncake.errors import (
     Status,
 )
 from tutti_mooncake.geometry import Geometry
-from tutti_mooncake.io.device import DeviceFile, alignment_of_directory, allocate, is_partition, pool_path
+from tutti_mooncake.io.device import DeviceFile, alignment_of_directory, allocate, is_partition, pool_path, try_lock
 from tutti_mooncake.store import format as on_disk
 
 Progress = Callable[[int, int], None]
@@ -120,15 +119,15 @@ class Pool:
             raise ConfigError(f"rank {rank} is outside tp_size {geometry.tp_size}")
         paths = [pool_path(device, config.pool) for device in config.devices]
         try:
-            return cls._open_existing(paths, config, geometry, rank, progress=None, create=False)
+            return cls._open_checked(paths, config, geometry, rank, progress=None, create=False)
         except PoolMissing:
             if not create or config.read_only:
                 raise
         with _creation_lock(config.devices[0]):  # held until the pool's own lock is
-            return cls._open_existing(paths, config, geometry, rank, progress=progress, create=True)
+            return cls._open_checked(paths, config, geometry, rank, progress=progress, create=True)
 
     @classmethod
-    def _open_existing(
+    def _open_checked(
         cls, paths: list[str], config: StoreConfig, geometry: Geometry, rank: int, *, progress: Progress | None, create: bool
     ) -> Pool:
         devices = _open_all(paths, config, geometry, create=create, progress=progress)
@@ -286,21 +285,13 @@ def _creation_lock(device: str) -> Iterator[None]:
         raise DeviceUnavailable(f"{place} can't be opened as a directory: {error.strerror}; check its owner, mode and mount") from error
     try:
         end = time.monotonic() + _CREATION_WAIT_SECONDS
-        while not _try_lock(descriptor):
+        while not try_lock(descriptor):
             if time.monotonic() > end:
                 raise PoolLocked(f"another process is making a pool in {place}; try again when it has ended")
             time.sleep(0.05)
         yield
     finally:
         os.close(descriptor)
-
-
-def _try_lock(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _has_no_superblock(device: DeviceFile) -> bool:

@@ -2,12 +2,11 @@
 //
 // Invariants
 //  - prefix-closed: a resident block's parent is resident; a block is evicted only as an unpinned leaf, and any other
-//  removal takes its
-//    whole subtree along. So residency along a chain is monotone, and a longest-prefix lookup is a binary search.
+//    removal takes its whole subtree along. So residency along a chain is monotone, and a longest-prefix lookup is a
+//    binary search.
 //  - a slot's generation grows at each reservation, so (slot, generation) names one block for ever.
 //  - a slot is in one state; it joins the free list only by release(), which the owner calls when its record is free on
-//  the device and
-//    nothing reads it any more.
+//    the device and nothing reads it any more.
 //  - a child never outlives its parent: its expiry is at most the parent's.
 // Thread-safe: one lock, held for short sections; no I/O under it.
 // Memory: about 90 bytes per slot, all allocated by the constructor.
@@ -59,8 +58,8 @@ class BlockTable {
   // Expired blocks on the way are removed with their subtrees and appended to `removed`.
   std::vector<Reservation> reserve(std::span<const Key> keys, const Key* parent, uint32_t expiry, uint32_t now_seconds,
                                    std::vector<uint32_t>& removed);
-  // The block's bytes and record are durable. Ok, or Rejected for a block whose parent went meanwhile (it is Removed
-  // then).
+  // The block's bytes and record are durable. Ok, or Rejected for a block whose parent went
+  // meanwhile (it is Removed then).
   Status publish(uint32_t slot);
   // The block's bytes didn't become durable: removes it; appends what has to be freed to `removed`.
   void abort(uint32_t slot, std::vector<uint32_t>& removed);

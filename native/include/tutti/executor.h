@@ -133,8 +133,8 @@ class Executor {
   Ring ring_;
   ExecutorStats stats_;
 
-  std::mutex feed_mutex_;  // one thread expands plans at a time
-  std::mutex mutex_;       // waiting_, active_, note
+  std::mutex feed_mutex_;     // one thread expands plans at a time
+  mutable std::mutex mutex_;  // waiting_, active_, note
   std::condition_variable work_;
   std::deque<std::shared_ptr<Plan>> waiting_;
   std::vector<std::shared_ptr<Plan>> active_;  // submitted and not drained; keeps plans alive for the ring

@@ -205,7 +205,7 @@ class Executor:
 
     def stats(self) -> dict: ...
 
-def raw_transfer(fds: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], offsets: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)], addresses: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)], bytes: int, write: bool, threads: int, depth: int, memory: Sequence[tuple[int, int]]) -> float:
+def raw_transfer(fds: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], offsets: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)], addresses: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)], bytes: int, write: bool, threads: int, depth: int, memory: Sequence[tuple[int, int]]) -> tuple[float, float]:
     """
-    Seconds that plain io_uring takes for these ranges: the benchmarks' baseline.
+    (wall, processor) seconds that plain io_uring takes for these ranges: the benchmarks' baseline.
     """

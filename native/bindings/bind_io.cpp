@@ -46,8 +46,9 @@ nb::dict stats(const Executor& executor) {
   return result;
 }
 
-double raw(const In<int32_t>& fds, const In<uint64_t>& offsets, const In<uint64_t>& addresses, uint64_t bytes,
-           bool write, uint32_t threads, uint32_t depth, const std::vector<std::tuple<uint64_t, uint64_t>>& memory) {
+std::tuple<double, double> raw(const In<int32_t>& fds, const In<uint64_t>& offsets, const In<uint64_t>& addresses,
+                               uint64_t bytes, bool write, uint32_t threads, uint32_t depth,
+                               const std::vector<std::tuple<uint64_t, uint64_t>>& memory) {
   std::vector<RawRange> ranges;
   for (size_t i = 0; i < fds.shape(0); ++i) {
     ranges.push_back({fds.data()[i], offsets.data()[i], addresses.data()[i]});
@@ -57,7 +58,8 @@ double raw(const In<int32_t>& fds, const In<uint64_t>& offsets, const In<uint64_
     registered.emplace_back(first, last);
   }
   const nb::gil_scoped_release release;
-  return raw_transfer(ranges, bytes, write, threads, depth, registered);
+  const RawSeconds seconds = raw_transfer(ranges, bytes, write, threads, depth, registered);
+  return {seconds.wall, seconds.processor};
 }
 
 void check_layer(const Plan& plan, uint32_t layer) {
@@ -202,7 +204,7 @@ void bind_io(nb::module_& module) {
 
   module.def("raw_transfer", &raw, nb::arg("fds"), nb::arg("offsets"), nb::arg("addresses"), nb::arg("bytes"),
              nb::arg("write"), nb::arg("threads"), nb::arg("depth"), nb::arg("memory"),
-             "Seconds that plain io_uring takes for these ranges: the benchmarks' baseline.");
+             "(wall, processor) seconds that plain io_uring takes for these ranges: the benchmarks' baseline.");
 }
 
 }  // namespace tutti::bindings

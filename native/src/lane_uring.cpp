@@ -1,5 +1,6 @@
-// A lane that drives one io_uring. Up to queue_depth objects in flight; small submission batches, so that on RAM-backed
-// files (which the kernel copies inside the submit call) an object is still in the cache when its checksum is taken.
+// A lane that drives one io_uring. Up to queue_depth objects in flight; submission batches of about kRunBytes: large
+// enough that the kernel can merge neighbours into one command, small enough that on RAM-backed files (which the kernel
+// copies inside the submit call) an object is still in the cache when its checksum is taken.
 #include <sys/mman.h>
 
 #include <algorithm>
@@ -12,7 +13,7 @@
 namespace tutti {
 namespace {
 
-constexpr uint32_t kSubmitBatch = 4;
+constexpr uint64_t kLargestBatch = 16;
 constexpr uint64_t kTickNs = 5'000'000;  // how often deadlines are looked at while I/O is in flight
 constexpr uint64_t kCancelTag = uint64_t{1} << 63;
 constexpr uint32_t kRetries = 64;
@@ -22,6 +23,7 @@ class Lane {
   explicit Lane(Executor& executor)
       : executor_(executor),
         depth_(executor.options().queue_depth),
+        batch_(static_cast<uint32_t>(std::clamp<uint64_t>(kRunBytes / executor.io_bytes(), 1, kLargestBatch))),
         ring_(2 * depth_),  // room for a cancel beside each operation
         transfers_(depth_),
         running_(depth_, false),
@@ -72,7 +74,9 @@ class Lane {
       const bool must_wait = free_.empty() || !more;
       if (ring_.unsubmitted() != 0 || must_wait) {
         const bool kernel_has_some = in_flight() > hanging_;
-        ring_.submit(must_wait && kernel_has_some ? 1 : 0, kTickNs);
+        // When all are in flight, a batch of completions makes room for a batch of neighbours.
+        const uint32_t enough = free_.empty() ? std::min(batch_, in_flight() - hanging_) : 1;
+        ring_.submit(must_wait && kernel_has_some ? enough : 0, kTickNs);
         if (must_wait && !kernel_has_some) {
           executor_.wait_for_work(seen);
         }
@@ -91,7 +95,7 @@ class Lane {
 
   // Prepares up to a batch of operations. False when there is nothing more to start.
   bool start_some() {
-    while (!free_.empty() && ring_.unsubmitted() < kSubmitBatch) {
+    while (!free_.empty() && ring_.unsubmitted() < batch_) {
       if (iocb_ == nullptr) {
         iocb_ = executor_.next_iocb();
         next_context_ = 0;
@@ -201,6 +205,7 @@ class Lane {
 
   Executor& executor_;
   const uint32_t depth_;
+  const uint32_t batch_;  // operations prepared before the kernel is told
   Uring ring_;
   std::vector<Executor::Transfer> transfers_;
   std::vector<bool> running_, cancelled_, hung_;

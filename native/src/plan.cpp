@@ -16,6 +16,7 @@ Plan::Plan(Direction direction_in, const Layout& layout, std::vector<uint32_t> s
       rots(std::move(rots_in)),
       engine_blocks(std::move(engine_blocks_in)),
       deadline(deadline_in),
+      groups_(direction_in == Direction::Read ? read_groups(layout) : std::vector<Group>{}),
       status_(std::make_unique<std::atomic<uint8_t>[]>(slots.size())),
       layer_left_(std::make_unique<std::atomic<uint32_t>[]>(layout.layers())),
       items_left_(static_cast<uint64_t>(slots.size()) * layout.objects) {
@@ -25,6 +26,19 @@ Plan::Plan(Direction direction_in, const Layout& layout, std::vector<uint32_t> s
   if (slots.empty()) {
     duration_ns_.store(0);
   }
+}
+
+std::vector<Plan::Group> Plan::read_groups(const Layout& layout) {
+  const uint64_t run = std::max<uint64_t>(kRunBytes / std::max<uint64_t>(layout.object_bytes, 1), 1);
+  const uint64_t widest = std::max<uint64_t>(run == 1 ? 1 : run * layout.devices(), layout.kv_factor);
+  std::vector<Group> groups;
+  groups.reserve(layout.objects);
+  for (uint64_t width = layout.kv_factor; groups.size() < layout.objects; width = std::min(2 * width, widest)) {
+    const auto first = static_cast<uint32_t>(groups.size());
+    const auto taken = static_cast<uint32_t>(std::min<uint64_t>(width, layout.objects - first));
+    groups.insert(groups.end(), taken, Group{first, taken});
+  }
+  return groups;
 }
 
 void Plan::object_done(Item item, Status status) noexcept {

@@ -1,5 +1,7 @@
 #include "tutti/raw_transfer.h"
 
+#include <time.h>
+
 #include <algorithm>
 #include <atomic>
 #include <barrier>
@@ -16,15 +18,29 @@ namespace {
 
 using Memory = std::vector<std::pair<uint64_t, uint64_t>>;
 
-// Moves every `stride`-th range from `first` on. Returns 0 or a negative errno.
-int run_ring(Uring& ring, std::span<const RawRange> ranges, uint64_t bytes, bool write, uint32_t first, uint32_t stride,
+double processor_seconds() noexcept {
+  timespec now{};
+  clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &now);
+  return static_cast<double>(now.tv_sec) + static_cast<double>(now.tv_nsec) * 1e-9;
+}
+
+// Moves the batches that no other thread has taken. Returns 0 or a negative errno.
+int run_ring(Uring& ring, std::span<const RawRange> ranges, uint64_t bytes, bool write, std::atomic<size_t>& taken,
              uint32_t depth, const Memory& memory) {
-  size_t next = first;
+  size_t next = 0;
+  size_t end = 0;
   uint32_t in_flight = 0;
   int failure = 0;
-  while (next < ranges.size() || in_flight != 0) {
-    uint32_t batch = 0;
-    for (; next < ranges.size() && in_flight < depth && batch < 4; next += stride, ++in_flight, ++batch) {
+  for (;;) {
+    if (next == end) {
+      next = std::min(taken.fetch_add(kRawBatch), ranges.size());
+      end = std::min(next + kRawBatch, ranges.size());
+    }
+    const bool last = next == end;
+    if (last && in_flight == 0) {
+      return failure;
+    }
+    for (; next < end && in_flight < depth; ++next, ++in_flight) {
       io_uring_sqe* sqe = ring.get_sqe();
       const uint64_t address = ranges[next].address;
       const auto after = std::upper_bound(memory.begin(), memory.end(), std::make_pair(address, UINT64_MAX));
@@ -39,8 +55,7 @@ int run_ring(Uring& ring, std::span<const RawRange> ranges, uint64_t bytes, bool
       sqe->addr = address;
       sqe->len = static_cast<uint32_t>(bytes);
     }
-    const bool full = in_flight == depth || next >= ranges.size();
-    ring.submit(full ? 1 : 0, 1'000'000'000);
+    ring.submit(in_flight == depth || last ? 1 : 0, 1'000'000'000);
     ring.reap([&](uint64_t, int64_t result) {
       --in_flight;
       if (result != static_cast<int64_t>(bytes)) {
@@ -48,39 +63,44 @@ int run_ring(Uring& ring, std::span<const RawRange> ranges, uint64_t bytes, bool
       }
     });
   }
-  return failure;
 }
 
 }  // namespace
 
-double raw_transfer(std::span<const RawRange> ranges, uint64_t bytes, bool write, uint32_t threads, uint32_t depth,
-                    const Memory& memory) {
-  std::vector<std::unique_ptr<Uring>> rings;
-  for (uint32_t i = 0; i < threads; ++i) {
-    rings.push_back(std::make_unique<Uring>(depth));
-    if (const int result = memory.empty() ? 0 : rings.back()->register_buffers(memory); result < 0) {
-      throw std::system_error(-result, std::generic_category(), "registering the memory of a raw transfer");
-    }
-  }
+RawSeconds raw_transfer(std::span<const RawRange> ranges, uint64_t bytes, bool write, uint32_t threads, uint32_t depth,
+                        const Memory& memory) {
   std::atomic<int> failure{0};
+  std::atomic<size_t> taken{0};
   std::barrier start(threads + 1);
   std::vector<std::jthread> workers;
   for (uint32_t i = 0; i < threads; ++i) {
-    workers.emplace_back([&, i] {
+    workers.emplace_back([&] {
+      std::unique_ptr<Uring> ring;  // belongs to the thread that makes it
+      int result = 0;
+      try {
+        ring = std::make_unique<Uring>(depth);
+        result = memory.empty() ? 0 : ring->register_buffers(memory);
+      } catch (const std::system_error& error) {
+        result = -error.code().value();
+      }
       start.arrive_and_wait();
-      if (const int result = run_ring(*rings[i], ranges, bytes, write, i, threads, depth, memory); result != 0) {
+      if (result >= 0) {
+        result = run_ring(*ring, ranges, bytes, write, taken, depth, memory);
+      }
+      if (result < 0) {
         failure = result;
       }
     });
   }
   start.arrive_and_wait();
+  const double processor = processor_seconds();
   const auto begin = std::chrono::steady_clock::now();
   workers.clear();
   const std::chrono::duration<double> took = std::chrono::steady_clock::now() - begin;
   if (failure != 0) {
     throw std::system_error(-failure, std::generic_category(), "raw transfer");
   }
-  return took.count();
+  return {took.count(), processor_seconds() - processor};
 }
 
 }  // namespace tutti

@@ -35,8 +35,15 @@ int sys_register(int fd, unsigned what, const void* arguments, unsigned count) n
 
 Uring::Uring(uint32_t entries) {
   io_uring_params params{};
-  params.flags = IORING_SETUP_CLAMP;
+  // The thread that made the ring is the only one that uses it: completions are then posted when it asks for them,
+  // without interrupting it. Kernels before 6.1 don't know that.
+  params.flags = IORING_SETUP_CLAMP | IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_DEFER_TASKRUN;
   fd_ = static_cast<int>(syscall(__NR_io_uring_setup, entries, &params));
+  if (fd_ < 0 && errno == EINVAL) {
+    params = io_uring_params{};
+    params.flags = IORING_SETUP_CLAMP;
+    fd_ = static_cast<int>(syscall(__NR_io_uring_setup, entries, &params));
+  }
   if (fd_ < 0) {
     throw std::system_error(errno, std::generic_category(), "io_uring_setup");
   }

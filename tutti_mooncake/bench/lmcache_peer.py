@@ -12,7 +12,7 @@ class LmcachePeer:
     """Drives tutti_mooncake/bench/lmcache_process.py. `block_bytes` = all layers of one block, one LMCache chunk."""
 
     def __init__(self, site: str, directory: str, blocks: int, block_bytes: int) -> None:
-        environment = {**os.environ, "PYTHONPATH": site, "LMCACHE_LOG_LEVEL": "ERROR"}
+        environment = {**os.environ, "PYTHONPATH": site, "LMCACHE_LOG_LEVEL": "ERROR", "OMP_WAIT_POLICY": "passive"}
         program = os.path.join(os.path.dirname(__file__), "lmcache_process.py")
         self._process = subprocess.Popen(
             [sys.executable, program, directory, str(blocks), str(block_bytes)],

@@ -6,6 +6,7 @@ there can be). Protocol on stdin: `store` or `retrieve`; on stdout: lines `ANSWE
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import json
 import os
 import sys
@@ -50,6 +51,8 @@ def main() -> None:
     cpu = LocalCPUBackend(config, metadata=metadata, dst_device="cpu")
     disk = LocalDiskBackend(config, loop, cpu, dst_device="cpu", metadata=metadata)
     memory = torch.empty(2 * total, dtype=torch.uint8)
+    pages = memory.data_ptr() + -memory.data_ptr() % 4096
+    ctypes.CDLL(None).madvise(ctypes.c_void_p(pages), ctypes.c_size_t(2 * total - 4096), 14)  # MADV_HUGEPAGE, as ours asks for its tensors
     memory[:total].random_(0, 256)
     paged = memory[:total].view(chunks, -1)
     target = memory[total:].view(chunks, -1)

@@ -16,6 +16,7 @@ from tutti_mooncake import _native
 from tutti_mooncake.errors import DeviceFull, DeviceUnavailable
 
 CONSERVATIVE_ALIGNMENT = 4096
+IN_MEMORY_ALIGNMENT = 1  # of files that the processor copies, as on tmpfs
 
 
 @dataclass
@@ -51,6 +52,11 @@ class DeviceFile:
         if offset == 0:
             memory = offset = CONSERVATIVE_ALIGNMENT
         return cls(path, direct, buffered, memory, offset, is_direct)
+
+    @property
+    def in_memory(self) -> bool:
+        """True where the processor copies what is read and written, as on tmpfs."""
+        return self.is_direct and self.memory_align == IN_MEMORY_ALIGNMENT
 
     def size(self) -> int:
         """Bytes that the file or partition has."""

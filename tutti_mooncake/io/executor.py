@@ -20,20 +20,33 @@ if TYPE_CHECKING:
 FOREVER = -1.0
 
 
-def choose_executor(wanted: str) -> tuple[str, str]:
-    """(kind, reason): `wanted`, or for "auto" the best that works here, found by trying. Both are text for people."""
+def choose_executor(wanted: str, *, in_memory: bool = False) -> tuple[str, str]:
+    """(kind, reason): `wanted`, or for "auto" the best that works here, found by trying. Both are text for people.
+
+    `in_memory`: all devices are files in memory, as on tmpfs. io_uring hands their I/O to kernel threads, and the bytes are in another
+    processor's cache when their checksum is taken; plain calls measured 1.1 to 1.2 times as fast.
+    """
     if wanted == "posix":
         return "posix", "chosen by configuration"
     refusal = _native.probe_uring()
-    if not refusal:
-        return "uring", "io_uring works in this process"
-    return "posix", f"io_uring is refused: {refusal}"
+    if refusal:
+        return "posix", f"io_uring is refused: {refusal}"
+    if wanted == "uring":
+        return "uring", "chosen by configuration"
+    if in_memory:
+        return "posix", "files in memory are copied by the processor, and plain calls do that with less work"
+    return "uring", "io_uring works in this process"
 
 
-def default_lanes(kind: str) -> int:
-    """Threads that move bytes: half of the cores for uring (2 to 16); twice the cores for posix, whose threads wait for the device."""
+def default_lanes(kind: str, *, in_memory: bool = False) -> int:
+    """Threads that move bytes.
+
+    uring: half of the cores (2 to 16). posix: twice the cores, as they wait for the device; where they copy themselves, three quarters.
+    """
     cores = len(os.sched_getaffinity(0))
-    return max(2, min(16, cores // 2)) if kind == "uring" else max(4, min(32, 2 * cores))
+    if kind == "uring":
+        return max(2, min(16, cores // 2))
+    return max(2, min(32, cores * 3 // 4)) if in_memory else max(4, min(32, 2 * cores))
 
 
 class Mover:
@@ -55,7 +68,7 @@ class Mover:
             layout,
             [(device.direct_fd, device.memory_align, device.offset_align) for device in devices],
             kind,
-            lanes or default_lanes(kind),
+            lanes or default_lanes(kind, in_memory=all(device.in_memory for device in devices)),
             queue_depth,
             register_buffers,
             slot_table,

@@ -6,12 +6,12 @@ import os
 import platform
 import resource
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from tutti_mooncake import _native
 from tutti_mooncake.errors import DeviceUnavailable
-from tutti_mooncake.io.device import alignment_of_directory, is_partition
+from tutti_mooncake.io.device import IN_MEMORY_ALIGNMENT, alignment_of_directory, is_partition
 from tutti_mooncake.io.executor import choose_executor
 
 
@@ -24,7 +24,7 @@ class ProbeReport:
     checksum_variant: str
     kernel: str
     locked_memory_bytes: int
-    devices: dict[str, dict[str, Any]] = field(default_factory=dict)
+    devices: dict[str, dict[str, Any]]
 
     def as_dict(self) -> dict[str, Any]:
         """For --json."""
@@ -46,18 +46,19 @@ class ProbeReport:
 
 def probe(devices: Sequence[str] = (), executor: str = "auto") -> ProbeReport:
     """Tries what the executors need. Writes nothing that stays."""
-    kind, reason = choose_executor(executor)
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    report = ProbeReport(kind, reason, _native.checksum_variant(), platform.release(), -1 if soft == resource.RLIM_INFINITY else soft)
+    found: dict[str, dict[str, Any]] = {}
+    alignments = []
     for device in devices:
         try:
             if is_partition(device):
-                report.devices[device] = {"kind": "partition", "writable": os.access(device, os.W_OK)}
+                found[device] = {"kind": "partition", "writable": os.access(device, os.W_OK)}
+                alignments.append(0)
             else:
-                report.devices[device] = {
-                    "kind": "directory",
-                    "direct_io_alignment_bytes": alignment_of_directory(device),
-                }
+                alignments.append(alignment_of_directory(device))
+                found[device] = {"kind": "directory", "direct_io_alignment_bytes": alignments[-1]}
         except DeviceUnavailable as error:
-            report.devices[device] = {"error": str(error)}
-    return report
+            found[device] = {"error": str(error)}
+    kind, reason = choose_executor(executor, in_memory=bool(alignments) and set(alignments) == {IN_MEMORY_ALIGNMENT})
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    limit = -1 if soft == resource.RLIM_INFINITY else soft
+    return ProbeReport(kind, reason, _native.checksum_variant(), platform.release(), limit, found)

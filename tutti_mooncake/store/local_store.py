@@ -68,7 +68,7 @@ class LocalStore:
         self._table = table
         self._clock = clock
         self._mask = salt_mask(config.tenant_salt)
-        self.executor, self.executor_reason = choose_executor(config.executor)
+        self.executor, self.executor_reason = choose_executor(config.executor, in_memory=all(device.in_memory for device in pool.devices))
         self._mover = Mover(
             pool.layout,
             pool.devices,

@@ -44,7 +44,7 @@ def verify_blocks(
     executor = _native.Executor(
         pool.layout,
         [(device.direct_fd, device.memory_align, device.offset_align) for device in pool.devices],
-        choose_executor("auto")[0],
+        choose_executor("auto", in_memory=all(device.in_memory for device in pool.devices))[0],
         1,
         32,
         False,

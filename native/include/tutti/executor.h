@@ -117,7 +117,8 @@ class Executor {
  private:
   void feed();
   void announce();
-  void prepare(Plan& plan);
+  // Reads the checksums that the plan's first `blocks` blocks must have, from the slots' records.
+  void expect(Plan& plan, uint32_t blocks);
   void fill(Iocb& iocb, const std::shared_ptr<Plan>& plan, uint64_t first, uint32_t count);
   void end_item(Iocb& iocb, Plan& plan, Item item, uint16_t status_slot, Status status) noexcept;
   [[nodiscard]] bool direct_possible(const TensorRegion& region, const DeviceFile& device) const noexcept;

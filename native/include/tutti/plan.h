@@ -1,10 +1,12 @@
 // A plan: one store or retrieve of many blocks, enqueued by one call and expanded into IOCBs by the executor as the
 // ring has room.
 //
-// Items are (block, object) pairs. A read runs layer by layer over all blocks, so that a layer is whole as early as
-// possible; a write runs block by block, so that a block's objects lie next to each other on the device in time as in
-// space. Invariants: every item ends exactly once (object_done); a block's status is the first that wasn't Ok;
-// `drained` means that no I/O of the plan can touch its memory any more; `done` is drained or expired.
+// Items are (block, object) pairs. A read runs by groups of layers over all blocks. The first group is one layer, so
+// that it is whole as early as possible; the groups then double, up to where the objects of one block that are
+// neighbours on a device make one command of kRunBytes (the kernel merges what is submitted together): fewer commands,
+// less processor time. A write runs block by block, so that a block's objects lie next to each other on the device in
+// time as in space. Invariants: every item ends exactly once (object_done); a block's status is the first that wasn't
+// Ok; `drained` means that no I/O of the plan can touch its memory any more; `done` is drained or expired.
 #pragma once
 
 #include <atomic>
@@ -23,6 +25,9 @@ namespace tutti {
 
 using Clock = std::chrono::steady_clock;
 
+// A larger command brings nothing more on the drives measured.
+inline constexpr uint64_t kRunBytes = 512 << 10;
+
 struct Item {
   uint32_t block;   // position in the plan
   uint32_t object;  // kv_factor*layer + kv
@@ -38,7 +43,9 @@ class Plan : public std::enable_shared_from_this<Plan> {
   [[nodiscard]] uint64_t items() const noexcept { return static_cast<uint64_t>(blocks()) * objects; }
   [[nodiscard]] Item item(uint64_t index) const noexcept {
     if (direction == Direction::Read) {
-      return {static_cast<uint32_t>(index % blocks()), static_cast<uint32_t>(index / blocks())};
+      const Group group = groups_[index / blocks()];
+      const uint64_t within = index - static_cast<uint64_t>(group.first) * blocks();
+      return {static_cast<uint32_t>(within / group.width), static_cast<uint32_t>(group.first + within % group.width)};
     }
     return {static_cast<uint32_t>(index / objects), static_cast<uint32_t>(index % objects)};
   }
@@ -86,13 +93,20 @@ class Plan : public std::enable_shared_from_this<Plan> {
   std::vector<uint64_t> sums;  // blocks x objects
 
   // Expansion state, owned by the executor's feeding thread.
-  bool prepared = false;
+  uint32_t expected = 0;  // blocks whose checksums are known (reads)
   uint64_t next_item = 0;
 
  private:
   template <typename Reached>
   bool wait_for(Clock::time_point until, Reached reached);
 
+  struct Group {
+    uint32_t first;  // object
+    uint32_t width;  // objects
+  };
+  static std::vector<Group> read_groups(const Layout& layout);
+
+  const std::vector<Group> groups_;  // per object: the group that it is read with; empty for writes
   std::unique_ptr<std::atomic<uint8_t>[]> status_;
   std::unique_ptr<std::atomic<uint32_t>[]> layer_left_;
   std::atomic<uint64_t> items_left_;

@@ -1,6 +1,6 @@
 #include "tutti/raw_transfer.h"
 
-#include <time.h>
+#include <ctime>
 
 #include <algorithm>
 #include <atomic>

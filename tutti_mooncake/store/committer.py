@@ -1,7 +1,8 @@
 """The store's own thread: takes the results of finished operations into the store.
 
-Stores are committed in order of submission, so that a parent is published before its children are called stored. Who waits for a retrieve
-takes its results in himself; the thread only looks after those for which nobody waited, and so is not woken by them.
+A store is committed when its bytes are written and the store that it hangs on has been committed, so that a parent is published before
+its children are called stored; stores that don't hang together don't wait for each other. Who waits for a retrieve takes its results in
+himself; the thread only looks after those for which nobody waited, and so is not woken by them.
 """
 
 from __future__ import annotations
@@ -10,14 +11,19 @@ import collections
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
 
 from tutti_mooncake import _native
 from tutti_mooncake.io.executor import FOREVER
 from tutti_mooncake.store.operations import Operation, RetrieveOperation, StoreOperation
 
 logger = logging.getLogger(__name__)
-_TICK_SECONDS = 0.1
+_IDLE_SECONDS = 0.1
+_BUSY_SECONDS = 0.002  # between looks at several running stores
 
 
 class Committer:
@@ -25,6 +31,7 @@ class Committer:
 
     def __init__(self) -> None:
         self._stores: queue.SimpleQueue[StoreOperation | None] = queue.SimpleQueue()
+        self._running_stores: collections.deque[StoreOperation] = collections.deque()
         self._retrieves: collections.deque[RetrieveOperation] = collections.deque()
         self._undrained: collections.deque[Callable[[], bool]] = collections.deque()
         self._thread = threading.Thread(target=self._run, name="tutti-commit", daemon=True)
@@ -34,8 +41,13 @@ class Committer:
         self._thread.start()
 
     def add_store(self, operation: StoreOperation) -> None:
-        """Takes over a running store."""
+        """Takes over a running store. One at a time."""
+        self._running_stores.append(operation)
         self._stores.put(operation)
+
+    def writer_of(self, key: npt.NDArray[np.uint8]) -> StoreOperation | None:
+        """The running store that writes the block of a salted key (uint8 of shape (32,)); None when there is none."""
+        return next((store for store in reversed(list(self._running_stores)) if store.holds(key)), None)
 
     def add_retrieve(self, operation: RetrieveOperation) -> None:
         """Takes over a running retrieve."""
@@ -59,16 +71,15 @@ class Committer:
         self._thread.join()
 
     def _run(self) -> None:
+        stores: list[StoreOperation] = []
         running = True
-        while running:
-            try:
-                store = self._stores.get(timeout=_TICK_SECONDS)
-            except queue.Empty:
-                pass
-            else:
-                running = store is not None
-                if store is not None:
+        while running or stores:
+            running = self._wait(stores) and running
+            for store in list(stores):
+                if store.plan is None or (store.plan.done() and store.may_commit(time.monotonic())):
                     _take_in(store)
+                    stores.remove(store)
+                    self._running_stores.remove(store)
             for retrieve in list(self._retrieves):
                 if not running or retrieve.done():
                     _take_in(retrieve)
@@ -77,6 +88,22 @@ class Committer:
                 attempt = self._undrained.popleft()
                 if not attempt():
                     self._undrained.append(attempt)
+
+    def _wait(self, stores: list[StoreOperation]) -> bool:
+        """Moves new stores into `stores`; waits a while for one that is new or done. False once stop() has begun."""
+        try:
+            if stores and stores[0].plan is not None:
+                # Alone, it is waited for; a new one will find it at most so much later.
+                stores[0].plan.wait(_BUSY_SECONDS)
+                new = self._stores.get_nowait()
+            else:
+                new = self._stores.get(timeout=_IDLE_SECONDS)
+            while new is not None:
+                stores.append(new)
+                new = self._stores.get_nowait()
+        except queue.Empty:
+            return True
+        return False
 
 
 def _take_in(operation: Operation) -> None:

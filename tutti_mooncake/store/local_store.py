@@ -194,7 +194,10 @@ class LocalStore:
                 deadline_seconds=deadline,
             )
             operation = StoreOperation(statuses, positions, plan, self._slot_payload(), self._finish_store)
-            operation.slots = slots[positions]
+            operation.keys, operation.slots = chain[positions], slots[positions]
+            above = chain[positions[0] - 1] if positions[0] else None if parent_key is None else parent_key[0]
+            operation.parent = None if above is None else self._committer.writer_of(above)
+            operation.deadline = time.monotonic() + deadline
             self._committer.add_store(operation)  # under the lock: close() ends what was put before it, and nothing comes after
         return operation
 
@@ -449,6 +452,8 @@ class LocalStore:
         assert plan is not None
         statuses = plan.statuses()
         flush = self.config.durability == "flush"
+        if isinstance(operation, StoreOperation) and operation.parent is not None and not operation.parent.done():
+            statuses[statuses == Status.OK] = Status.TIMEOUT
         written = np.flatnonzero(statuses == Status.OK).astype(np.uint32)
         if len(written) and flush and (flushed := self._pool.flush_data()) != Status.OK:
             statuses[written] = flushed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -107,7 +108,22 @@ class Operation:
 
 
 class StoreOperation(Operation):
-    """A running store; done when its blocks are durable and can be found."""
+    """A running store; done when its blocks are durable and can be found.
+
+    `parent`: the running store that wrote the block below which this one hangs, None when that block is resident.
+    `deadline`: in seconds of time.monotonic(); a parent that isn't committed by then makes this store's blocks end as TIMEOUT.
+    """
+
+    parent: StoreOperation | None = None
+    deadline: float = math.inf
+
+    def may_commit(self, now: float) -> bool:
+        """True when nothing but its own plan is to be waited for."""
+        return self.parent is None or self.parent.done() or now >= self.deadline
+
+    def holds(self, key: npt.NDArray[np.uint8]) -> bool:
+        """Whether this store writes the block of a salted key."""
+        return bool((self.keys == key).all(axis=1).any())
 
     def wait(self, timeout_seconds: float | None = None) -> Result:
         """Waits for the end. Raises TimeoutError after `timeout_seconds`; the operation goes on then."""

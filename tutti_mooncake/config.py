@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import logging
 import os
 import re
 from collections.abc import Mapping
@@ -11,6 +12,7 @@ from typing import Any
 
 from tutti_mooncake.errors import ConfigError
 
+logger = logging.getLogger(__name__)
 _UNITS = {
     "": 1,
     "B": 1,
@@ -148,6 +150,12 @@ class StoreConfig:
         merged: dict[str, Any] = {
             name: environment[ENVIRONMENT_PREFIX + name.upper()] for name in known if ENVIRONMENT_PREFIX + name.upper() in environment
         }
+        for name in environment:
+            setting = name.removeprefix(ENVIRONMENT_PREFIX).lower()
+            if name.startswith(ENVIRONMENT_PREFIX) and setting not in known:
+                near = difflib.get_close_matches(setting, known, n=1)
+                hint = f"; did you mean {ENVIRONMENT_PREFIX}{near[0].upper()}?" if near else ""
+                logger.warning("the environment has %s, which is no setting and is ignored%s", name, hint)
         merged.update(values)
         if "devices" not in merged:
             raise ConfigError("devices is missing: name at least one directory or partition, for example /mnt/nvme0/tutti")

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from tutti_mooncake import Geometry, LocalStore, StoreConfig
-from tutti_mooncake.bench.report import Report
+from tutti_mooncake.bench.report import Report, positive
 
 SMALL, LARGE = 64, 8192
 
@@ -19,7 +19,7 @@ SMALL, LARGE = 64, 8192
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Options of this benchmark."""
     parser.add_argument("--directory", default="/dev/shm")
-    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--rounds", type=positive, default=30)
 
 
 def run(arguments: argparse.Namespace) -> Report:

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tutti_mooncake import _native
-from tutti_mooncake.bench.report import Report
+from tutti_mooncake.bench.report import Report, positive
 
 PROMPT_BLOCKS = 8192
 
@@ -24,9 +24,9 @@ PROMPT_BLOCKS = 8192
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Options of this benchmark."""
     parser.add_argument("--directory", default="/tmp")
-    parser.add_argument("--blocks", type=int, default=10_000_000)
-    parser.add_argument("--lookups", type=int, default=20_000)
-    parser.add_argument("--opens", type=int, default=3)
+    parser.add_argument("--blocks", type=positive, default=10_000_000)
+    parser.add_argument("--lookups", type=positive, default=20_000)
+    parser.add_argument("--opens", type=positive, default=3)
 
 
 def resident_bytes() -> int:

@@ -23,20 +23,20 @@ import torch
 
 from tutti_mooncake import Geometry, LocalStore, StoreConfig, _native
 from tutti_mooncake.bench.lmcache_peer import LmcachePeer
-from tutti_mooncake.bench.report import Report
+from tutti_mooncake.bench.report import Report, positive
 from tutti_mooncake.io.executor import default_lanes
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Options of this benchmark."""
     parser.add_argument("--directory", default="/dev/shm", help="where the pool is made (default: RAM-backed files)")
-    parser.add_argument("--devices", type=int, default=1, help="files to stripe over")
-    parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument("--blocks", type=int, default=256)
-    parser.add_argument("--layers", type=int, default=32)
-    parser.add_argument("--object-kib", type=int, default=64)
+    parser.add_argument("--devices", type=positive, default=1, help="files to stripe over")
+    parser.add_argument("--rounds", type=positive, default=12)
+    parser.add_argument("--blocks", type=positive, default=256)
+    parser.add_argument("--layers", type=positive, default=32)
+    parser.add_argument("--object-kib", type=positive, default=64)
     parser.add_argument("--lanes", type=int, default=0)
-    parser.add_argument("--queue-depth", type=int, default=32)
+    parser.add_argument("--queue-depth", type=positive, default=32)
     parser.add_argument("--executor", default="auto")
     parser.add_argument("--durability", default="data", choices=("none", "data", "flush"))
     parser.add_argument(

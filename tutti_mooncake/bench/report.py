@@ -66,3 +66,11 @@ def machine() -> str:
                 model = line.split(":", 1)[1].strip()
                 break
     return f"{model}, {len(os.sched_getaffinity(0))} cores, Linux {platform.release().split('-')[0]}"
+
+
+def positive(text: str) -> int:
+    """The type of arguments that count something: at least 1."""
+    value = int(text)
+    if value < 1:
+        raise ValueError(f"{value} is not positive")
+    return value

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 def add_commands(commands: Subparsers) -> None:
     """Adds this file's command."""
-    bench = commands.add_parser("bench", help="run one benchmark", add_help=False)
+    bench = commands.add_parser("bench", help="run one benchmark", add_help=False, prefix_chars="\0")  # its options are handed on
     bench.add_argument("rest", nargs=argparse.REMAINDER)
     bench.set_defaults(run=run_bench)
 

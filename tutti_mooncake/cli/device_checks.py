@@ -26,8 +26,8 @@ _ADMIN_COMMAND = struct.Struct("=BBHIIIQQIIIIIIIIII")
 _LOG_BYTES = 512
 
 
-def findings(device: str) -> list[Finding]:
-    """All findings about one device; a missing one is a single finding."""
+def findings(device: str, needed_bytes: int = 0) -> list[Finding]:
+    """All findings about one device, where a new pool would take `needed_bytes`; a missing device is a single finding."""
     try:
         status = os.stat(device)
     except OSError as error:
@@ -37,7 +37,7 @@ def findings(device: str) -> list[Finding]:
     drives = physical_drives(number)
     return [
         access(device),
-        *([] if is_partition else [free_space(device)]),
+        *([] if is_partition else [free_space(device, needed_bytes)]),
         numa(device, drives),
         trim(device, number),
         wear(device, drives),
@@ -51,11 +51,13 @@ def access(device: str) -> Finding:
     return Finding(device, "access", "FAIL", "not readable and writable", f"by user {os.geteuid()}: change its owner")
 
 
-def free_space(device: str) -> Finding:
-    """How much room the file system has for a pool."""
+def free_space(device: str, needed_bytes: int = 0) -> Finding:
+    """How much room the file system has for a pool of `needed_bytes` there."""
     room = os.statvfs(device)
     free, total = room.f_bavail * room.f_frsize, room.f_blocks * room.f_frsize
     found = f"{size_text(free)} of {size_text(total)}"
+    if needed_bytes > free:
+        return Finding(device, "free space", "FAIL", found, f"a new pool needs {size_text(needed_bytes)} here: lower capacity")
     if total and free / total < LOW_SPACE_SHARE:
         return Finding(device, "free space", "warn", found, "nearly full; an existing pool has its space already")
     return Finding(device, "free space", "ok", found, "")

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import argparse
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tutti_mooncake.cli import device_checks, machine_checks
 from tutti_mooncake.cli.output import print_json
 from tutti_mooncake.cli.store_arguments import add_store_arguments, given_settings
+from tutti_mooncake.config import ENVIRONMENT_PREFIX, StoreConfig, parse_bytes
+from tutti_mooncake.io.device import pool_path
 
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
 _DOCTOR = """\
 Prints findings as [ok], [warn] or [FAIL], each with its reason, then what the I/O layer found it can use. The status
-is 1 when something fails. Without --devices (or TUTTI_DEVICES) only the machine is looked at.
+is 1 when something fails. Without --devices (or TUTTI_DEVICES) only the machine is looked at; with --capacity it is
+checked that a new pool would fit.
 """
 
 
@@ -31,9 +34,12 @@ def run_doctor(arguments: argparse.Namespace) -> int:
     from tutti_mooncake.io.probe import probe
 
     devices = _devices(arguments)
+    capacity = parse_bytes(_setting(arguments, "capacity") or 0, "capacity")
+    pool = str(_setting(arguments, "pool") or StoreConfig.pool)
     findings = machine_checks.findings()
     for device in devices:
-        findings += device_checks.findings(device)
+        there = os.path.exists(pool_path(device, pool))  # with its space
+        findings += device_checks.findings(device, 0 if there else capacity // len(devices))
     present = [device for device in devices if os.path.exists(device)]
     report = probe(present)
     failed = any(finding.state == "FAIL" for finding in findings)
@@ -53,6 +59,11 @@ def run_doctor(arguments: argparse.Namespace) -> int:
 
 
 def _devices(arguments: argparse.Namespace) -> list[str]:
-    value = given_settings(arguments).get("devices", (os.environ.get("TUTTI_DEVICES", ""), ""))[0]
+    value = _setting(arguments, "devices") or ""
     names = value.split(",") if isinstance(value, str) else list(value)
     return [name for name in names if name]
+
+
+def _setting(arguments: argparse.Namespace, name: str) -> Any:
+    """The value given by arguments, file or environment; None without one."""
+    return given_settings(arguments).get(name, (os.environ.get(ENVIRONMENT_PREFIX + name.upper()), ""))[0]

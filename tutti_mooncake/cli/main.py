@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 
 from tutti_mooncake.cli import benchmark, doctor, pool_commands, report_commands, settings
-from tutti_mooncake.errors import PoolLocked, TuttiError
+from tutti_mooncake.errors import TuttiError
 
 DESCRIPTION = """\
 Manages NVMe pools of KV cache blocks.
@@ -42,8 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return status
     except TuttiError as error:
-        hint = "; stop that process, or ask it for its metrics instead" if isinstance(error, PoolLocked) else ""
-        return _fail(f"{error}{hint}", type(error).__name__, as_json)
+        return _fail(str(error), type(error).__name__, as_json)
     except OSError as error:
         if isinstance(error, BrokenPipeError):
             # The reader of our output, such as `head`, has had enough; the interpreter must not flush to it at exit.

@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 _INIT = """\
 Makes a pool, so that an engine finds it ready. An engine makes its pool by itself when there is none: use this to
 choose the moment, to write the whole pool once (--prewrite, so that later writes find allocated blocks), or to check
-the sizes. The geometry has to be the engine's; `tutti stat --json` prints that of an existing pool.
+the sizes. The geometry has to be the engine's: "geometry" in `tutti stat --json` of an existing pool is what --geometry
+takes. A pool that is there already is left as it is; --force removes it first, with all its blocks, also when it is
+damaged.
 """
 _PIN = """\
 Protects the leading blocks of a prefix from eviction for as long as this command runs: until the lease ends or it is
@@ -35,6 +37,7 @@ def add_commands(commands: Subparsers) -> None:
     init = commands.add_parser("init", help="make a pool", description=_INIT)
     add_store_arguments(init)
     init.add_argument("--prewrite", action="store_true", help="write the whole pool once")
+    init.add_argument("--force", action="store_true", help="remove a pool of this name that is there, with its blocks")
     geometry = init.add_argument_group("geometry")
     geometry.add_argument("--geometry", metavar="FILE", help="all fields in a JSON file")
     for field in fields(Geometry):
@@ -63,16 +66,20 @@ def add_commands(commands: Subparsers) -> None:
 def run_init(arguments: argparse.Namespace) -> int:
     """Makes the pool and prints its sizes."""
     from tutti_mooncake.store import LocalStore
+    from tutti_mooncake.store.pool import has_pool, remove_pool
 
     overrides = {"prewrite": True} if arguments.prewrite else {}
     config = store_config(arguments, **overrides)
     geometry = geometry_from_arguments(arguments)
+    removed = remove_pool(config) if arguments.force else []
+    was_there = has_pool(config)
     with Progress("prewrite", unit="bytes") as progress, LocalStore.open(config, geometry, progress=progress) as store:
         statistics = store.stats()
-    result = {"config": config.as_dict(), "geometry": geometry.as_dict(), "stats": statistics}
+    result = {"made": not was_there, "removed": removed, "config": config.as_dict(), "geometry": geometry.as_dict(), "stats": statistics}
     if arguments.json:
         print_json(result)
     else:
+        print("the pool was there already; nothing was changed" if was_there else "the pool was made")
         print_section(f"pool {config.pool} on {', '.join(config.devices)}", statistics)
     return 0
 

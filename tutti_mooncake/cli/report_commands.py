@@ -14,6 +14,11 @@ from tutti_mooncake.cli.store_arguments import add_store_arguments, open_existin
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
+_STAT = """\
+Shows a pool, also beside a running engine: its geometry; the process that owns it or owned it last; what an opening finds
+on the devices (recovery: beside a running engine `clean_shutdown` is no); sizes, and the counters of that owner, which it
+writes every few seconds.
+"""
 _VERIFY = """\
 Reads every block and compares it with its checksums. Blocks that fail, and those that build on them, are removed, and
 the exit status is then 1.
@@ -22,7 +27,7 @@ the exit status is then 1.
 
 def add_commands(commands: Subparsers) -> None:
     """Adds this file's commands."""
-    stat = commands.add_parser("stat", help="show sizes, counters and the geometry of a pool")
+    stat = commands.add_parser("stat", help="show sizes, counters, owner and geometry of a pool", description=_STAT)
     add_store_arguments(stat)
     stat.set_defaults(run=run_stat)
 
@@ -37,24 +42,26 @@ def add_commands(commands: Subparsers) -> None:
 
 
 def run_stat(arguments: argparse.Namespace) -> int:
-    """Prints the geometry, what came back at open, and the counters."""
+    """Prints the geometry, the owner with the counters that it wrote last, and what an opening finds."""
     from tutti_mooncake.store import read_geometry
+    from tutti_mooncake.store.pool import read_owner
 
     config = store_config(arguments, read_only=True)
-    geometry = read_geometry(config)
+    geometry, owner = read_geometry(config), read_owner(config)
     with open_existing(arguments, read_only=True) as store:
         result = {
             "pool": config.pool,
             "devices": list(config.devices),
             "geometry": {**geometry.as_dict(), "fingerprint": geometry.fingerprint()},
+            "owner": owner,
             "recovery": plain(store.recovery),
-            "stats": store.stats(),
+            "stats": {**store.stats(), **owner.pop("counters", {})},
         }
     if arguments.json:
         print_json(result)
         return 0
     print(f"pool {config.pool} on {', '.join(config.devices)}")
-    for section in ("geometry", "recovery", "stats"):
+    for section in ("geometry", "owner", "recovery", "stats"):
         print()
         print_section(section, result[section])
     return 0

@@ -96,10 +96,23 @@ def is_partition(device: str) -> bool:
         return False
 
 
+def make_directory(directory: str) -> None:
+    """Makes a directory where its parent exists; a missing parent is taken for a drive that isn't mounted. Raises DeviceUnavailable."""
+    try:
+        os.mkdir(directory, 0o755)
+    except FileExistsError:
+        pass
+    except FileNotFoundError:
+        parent = os.path.dirname(os.path.abspath(directory))
+        raise DeviceUnavailable(f"{directory} can't be made: {parent} does not exist; mount the drive, or make that directory") from None
+    except OSError as error:
+        raise DeviceUnavailable(f"{directory} can't be made: {error.strerror}; check its owner, mode and mount options") from error
+
+
 def alignment_of_directory(directory: str) -> int:
     """Alignment of offsets and lengths that direct I/O on new files of a directory wants, in bytes."""
+    make_directory(directory)
     try:
-        os.makedirs(directory, exist_ok=True)
         descriptor = os.open(directory, os.O_TMPFILE | os.O_RDWR, 0o600)
     except OSError as error:
         raise DeviceUnavailable(f"{directory} can't be written: {error.strerror}; check its owner, mode and mount options") from error
@@ -113,8 +126,8 @@ def alignment_of_directory(directory: str) -> int:
 def allocate(path: str, size: int) -> None:
     """Creates a file whose `size` bytes are allocated. Raises DeviceFull (nothing is left behind) or DeviceUnavailable."""
     directory = os.path.dirname(path)
+    make_directory(directory)
     try:
-        os.makedirs(directory, exist_ok=True)
         free = shutil.disk_usage(directory).free
         if free < size:
             raise DeviceFull(f"{directory} has {free} bytes free and the pool needs {size} there; lower capacity or free space")

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import torch
 
 FOREVER = -1.0
+_TORCH_NAMES = {"fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
 
 
 def choose_executor(wanted: str, *, in_memory: bool = False) -> tuple[str, str]:
@@ -96,6 +97,8 @@ class Mover:
         blocks = {int(tensor.shape[0]) for tensor in tensors}
         if len(blocks) != 1:
             raise TensorError(f"tensors have different numbers of blocks: {sorted(blocks)}")
+        if len({tensor.data_ptr() for tensor in tensors}) != len(tensors):
+            raise TensorError("the same memory is given for two objects; each object index needs a tensor of its own")
         bases = np.array([tensor.data_ptr() for tensor in tensors], dtype=np.uint64)
         strides = np.array([tensor.stride(0) * tensor.element_size() for tensor in tensors], dtype=np.uint64)
         self.blocks = blocks.pop()
@@ -138,6 +141,9 @@ def _check_tensor(index: int, tensor: torch.Tensor, geometry: Geometry) -> None:
         raise TensorError(f"{where} has shape {tuple(tensor.shape)}; the first dimension must be the engine's blocks")
     if not tensor[0].is_contiguous():
         raise TensorError(f"{where}: one block, shape {tuple(tensor.shape[1:])} strides {tensor.stride()[1:]}, is not contiguous")
+    named = str(tensor.dtype).removeprefix("torch.")
+    if named != "uint8" and named != _TORCH_NAMES.get(geometry.dtype, geometry.dtype):
+        raise TensorError(f"{where} has dtype {named}, the geometry says {geometry.dtype}; give that, or bytes (uint8)")
     size = tensor[0].numel() * tensor.element_size()
     if size != geometry.object_bytes:
         raise TensorError(f"{where}: one block has {size} bytes, the geometry says object_bytes {geometry.object_bytes}")

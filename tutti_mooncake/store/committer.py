@@ -27,9 +27,10 @@ _BUSY_SECONDS = 0.002  # between looks at several running stores
 
 
 class Committer:
-    """Thread-safe. Nothing may be added once stop() has begun."""
+    """Thread-safe. Nothing may be added once stop() has begun. `tick` is called by the thread, several times a second."""
 
-    def __init__(self) -> None:
+    def __init__(self, tick: Callable[[], None] | None = None) -> None:
+        self._tick = tick
         self._stores: queue.SimpleQueue[StoreOperation | None] = queue.SimpleQueue()
         self._running_stores: collections.deque[StoreOperation] = collections.deque()
         self._retrieves: collections.deque[RetrieveOperation] = collections.deque()
@@ -75,6 +76,8 @@ class Committer:
         running = True
         while running or stores:
             running = self._wait(stores) and running
+            if self._tick is not None:
+                self._tick()
             for store in list(stores):
                 if store.plan is None or (store.plan.done() and store.may_commit(time.monotonic())):
                     _take_in(store)

@@ -1,4 +1,4 @@
-"""Bytes at the start of each device: two copies of the superblock and one state block (docs/format.md)."""
+"""Bytes at the start of each device: two copies of the superblock, a state block and a block of counters (docs/format.md)."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ from tutti_mooncake.geometry import FORMAT_VERSION
 
 SUPERBLOCK_MAGIC = b"TUTTIKV1"
 STATE_MAGIC = b"TUTTIST1"
+COUNTERS_MAGIC = b"TUTTICT1"
 FRAME_BYTES = 4096
 SUPERBLOCK_OFFSETS = (0, FRAME_BYTES)
 STATE_OFFSET = 2 * FRAME_BYTES
+COUNTERS_OFFSET = 3 * FRAME_BYTES
 HEADER_BYTES = 1 << 20
 _HEAD = struct.Struct("<8sII")
 
@@ -60,7 +62,11 @@ def read_superblock(fd: int, path: str) -> dict[str, Any] | None:
             return values
     if not any(any(frame) for frame in frames):
         return None
-    raise PoolCorrupt(f"{path}: both copies of the superblock are damaged; nothing can be recovered: remove the pool or init it anew")
+    if not any(frame.startswith(SUPERBLOCK_MAGIC) for frame in frames):
+        raise PoolCorrupt(f"{path} holds something that is no pool; `tutti init --force` overwrites it")
+    raise PoolCorrupt(
+        f"{path}: both copies of the superblock are damaged; nothing can be recovered: make the pool anew with `tutti init --force`"
+    )
 
 
 def write_superblock(fd: int, values: dict[str, Any]) -> None:
@@ -81,12 +87,26 @@ def repair_superblock(fd: int, values: dict[str, Any]) -> int:
 
 def read_state(fd: int) -> dict[str, Any]:
     """The state block; empty when it is damaged or was never written."""
-    try:
-        return decode_frame(STATE_MAGIC, os.pread(fd, FRAME_BYTES, STATE_OFFSET)) or {}
-    except FormatVersionError:
-        return {}
+    return _read_frame(fd, STATE_MAGIC, STATE_OFFSET)
 
 
 def write_state(fd: int, values: dict[str, Any]) -> None:
     """Replaces the state block."""
     os.pwrite(fd, encode_frame(STATE_MAGIC, values), STATE_OFFSET)
+
+
+def read_counters(fd: int) -> dict[str, Any]:
+    """The owner's counters; empty when they are damaged or were never written."""
+    return _read_frame(fd, COUNTERS_MAGIC, COUNTERS_OFFSET)
+
+
+def write_counters(fd: int, values: dict[str, Any]) -> None:
+    """Replaces the counters."""
+    os.pwrite(fd, encode_frame(COUNTERS_MAGIC, values), COUNTERS_OFFSET)
+
+
+def _read_frame(fd: int, magic: bytes, offset: int) -> dict[str, Any]:
+    try:
+        return decode_frame(magic, os.pread(fd, FRAME_BYTES, offset)) or {}
+    except FormatVersionError:
+        return {}

@@ -27,6 +27,7 @@ from tutti_mooncake.io.executor import Mover, choose_executor
 from tutti_mooncake.keys import BlockIds, Keys, as_block_ids, as_key_array, salt_mask
 from tutti_mooncake.store.admission import WriteBudget, make_admission
 from tutti_mooncake.store.committer import Committer
+from tutti_mooncake.store.counters import Counters, Publisher
 from tutti_mooncake.store.leases import Leases
 from tutti_mooncake.store.lifetime import track
 from tutti_mooncake.store.listing import NO_SLOT, list_blocks
@@ -83,13 +84,14 @@ class LocalStore:
         state = pool.read_state()
         self._budget = WriteBudget(config.write_budget, clock(), state.get("budget_level"), state.get("budget_time"))
         self._retirement = Retirement(table, self._free_records)
-        self._counters: dict[str, int] = {}
+        self._counters = Counters()
         self._leases = Leases(table, clock)
         self._closed = False
         self._lock = threading.RLock()  # order of reservations, evictions and removals; `_closed` changes under it
         self._idle = threading.Condition(self._lock)
         self._users: list[int] = []  # threads inside _using()
-        self._committer = Committer()
+        self._publisher = Publisher(self._published, pool.write_counters)
+        self._committer = Committer(None if config.read_only else self._publisher.tick)
         if not config.read_only:
             self._write_state(clean=False)
         self._committer.start()
@@ -112,6 +114,8 @@ class LocalStore:
         `progress(done_bytes, total_bytes)` follows a prewrite. `faults` and `clock` are the seams that tests use.
         Raises ConfigError, NamespaceMismatch, PoolLocked, PoolCorrupt, PoolMissing, FormatVersionError, DeviceFull, DeviceUnavailable.
         """
+        if not isinstance(config, StoreConfig) or not isinstance(geometry, Geometry):
+            raise ConfigError(f"open takes a StoreConfig and a Geometry, not {type(config).__name__} and {type(geometry).__name__}")
         pool = Pool.open(config, geometry, rank=rank, create=create, progress=progress)
         try:
             table, report = recover(pool, int(clock()), read_only=config.read_only)
@@ -134,7 +138,7 @@ class LocalStore:
         self._check_open()
         array = as_key_array(keys, self._mask)
         hits = int(self._table.find_prefix(array, self._now(), True))
-        self._count(lookups=1, lookup_blocks=len(array), lookup_hit_blocks=hits)
+        self._counters.add(lookups=1, lookup_blocks=len(array), lookup_hit_blocks=hits)
         return hits
 
     def pin(self, keys: Keys, lease_seconds: float) -> Pin:
@@ -168,7 +172,7 @@ class LocalStore:
         check_seconds("deadline_seconds", deadline)
         parent_key = None if parent is None else as_key_array([parent], self._mask)
         statuses = np.full(len(array), Status.REJECTED, dtype=np.uint8)
-        self._count(store_offered_blocks=len(array))
+        self._counters.add(store_offered_blocks=len(array))
         if self.config.read_only or len(array) == 0:
             return self._without_io(statuses)
         with self._lock:
@@ -176,14 +180,14 @@ class LocalStore:
             admitted = self._admitted(array, statuses)
             chain = array[:admitted]
             if not admitted:
-                self._count_statuses("store", statuses)
+                self._counters.add_statuses("store", statuses)
                 return self._without_io(statuses)
             reserved, slots, generations, rots = self._reserve(chain, parent_key)
             statuses[:admitted] = reserved
             positions = np.flatnonzero(reserved == Status.OK).astype(np.uint32)
             self._budget.give_back((admitted - len(positions)) * self._slot_payload())
             if not len(positions):
-                self._count_statuses("store", statuses)
+                self._counters.add_statuses("store", statuses)
                 return self._without_io(statuses)
             plan = self._mover.submit(
                 write=True,
@@ -220,7 +224,7 @@ class LocalStore:
             statuses, slots, generations, rots = self._table.resolve(array, self._now())
             positions = np.flatnonzero(statuses == Status.OK).astype(np.uint32)
             if not len(positions):
-                self._count_statuses("retrieve", statuses)
+                self._counters.add_statuses("retrieve", statuses)
                 return RetrieveOperation(statuses, positions, None, 0, self._finish_retrieve)
             if len(positions) != len(array):  # else spare the copies
                 array, blocks = array[positions], blocks[positions]
@@ -258,7 +262,7 @@ class LocalStore:
             self._check_writable()
             removed = self._table.remove(array, np.zeros(len(array), dtype=np.uint32))
             self._retirement.retire(removed)
-        self._count(dropped_blocks=len(removed))
+        self._counters.add(dropped_blocks=len(removed))
         return len(removed)
 
     def clear(self) -> int:
@@ -267,7 +271,7 @@ class LocalStore:
             self._check_writable()
             removed = self._table.clear()
             self._retirement.retire(removed)
-        self._count(cleared_blocks=len(removed))
+        self._counters.add(cleared_blocks=len(removed))
         return len(removed)
 
     def verify(self, progress: Progress | None = None) -> VerifyReport:
@@ -289,7 +293,6 @@ class LocalStore:
         with self._lock:
             self._leases.expire()
             counts = self._table.counts()
-            counters = dict(self._counters)
         return {
             **{f"{name}_blocks": value for name, value in counts.items()},
             "slots": self._table.slots,
@@ -299,7 +302,7 @@ class LocalStore:
             "index_memory_bytes": self._table.memory_bytes,
             "pins": len(self._leases),
             "executor": self.executor,
-            **counters,
+            **self._counters.values(),
             **self._mover.stats(),
         }
 
@@ -319,6 +322,7 @@ class LocalStore:
                 self._pool.slot_table.save_recency(self._table)
                 if self.config.durability == "flush":
                     self._pool.flush_records()
+                self._publisher.tick(now=True)
                 self._write_state(clean=True)
         finally:
             self._pool.close()
@@ -370,18 +374,13 @@ class LocalStore:
             raise TensorError("no KV tensors are registered; call register() first")
         return self._mover.blocks
 
-    def _count(self, **amounts: int) -> None:
-        with self._lock:
-            for name, amount in amounts.items():
-                self._counters[name] = self._counters.get(name, 0) + amount
-
-    def _count_statuses(self, kind: str, statuses: npt.NDArray[np.uint8]) -> None:
-        names, counts = np.unique(statuses, return_counts=True)
-        self._count(**{f"{kind}_{Status(name).name.lower()}_blocks": int(count) for name, count in zip(names, counts, strict=True)})
-
     def _without_io(self, statuses: npt.NDArray[np.uint8]) -> StoreOperation:
         """A store whose blocks are all decided."""
         return StoreOperation(statuses, np.empty(0, dtype=np.uint32), None, 0, self._finish_store)
+
+    def _published(self) -> dict[str, int]:
+        """Everything that was counted, for other processes."""
+        return {**self._counters.values(), **{name: n for name, n in self._mover.stats().items() if isinstance(n, int)}}
 
     def _write_state(self, *, clean: bool) -> None:
         self._pool.write_state(clean=clean, budget_level=self._budget.level, budget_time=self._clock())
@@ -395,7 +394,7 @@ class LocalStore:
         admitted = int(refused[0]) if len(refused) else len(keys)
         granted = self._budget.take(self._slot_payload(), admitted, self._clock())
         if granted < admitted:
-            self._count(store_over_budget_blocks=admitted - granted)
+            self._counters.add(store_over_budget_blocks=admitted - granted)
         return granted
 
     def _reserve(
@@ -422,7 +421,7 @@ class LocalStore:
     def _evict(self, blocks: int) -> int:
         removed = self._table.evict(blocks)
         if len(removed):  # nobody reads them: a retrieve pins what it reads
-            self._count(evicted_blocks=len(removed))
+            self._counters.add(evicted_blocks=len(removed))
             if self._free_records(removed):
                 self._table.release(removed)
         return len(removed)
@@ -433,7 +432,7 @@ class LocalStore:
         if status == Status.OK and self.config.durability == "flush":
             status = self._pool.flush_records()
         if status != Status.OK:
-            self._count(record_errors=1, lost_slots=len(slots))
+            self._counters.add(record_errors=1, lost_slots=len(slots))
         return status == Status.OK
 
     def _drop_failed(self, keys: npt.NDArray[np.uint8], generations: Slots) -> None:
@@ -443,7 +442,7 @@ class LocalStore:
         with self._lock:
             removed = self._table.remove(keys, generations)
             self._retirement.retire(removed)
-        self._count(dropped_blocks=len(removed))
+        self._counters.add(dropped_blocks=len(removed))
 
     # --- ends of operations ---
 
@@ -477,7 +476,7 @@ class LocalStore:
         if len(removed):
             self._committer.when_drained(plan, retire)
         operation.statuses[operation.positions] = statuses
-        self._count_statuses("store", operation.statuses)
+        self._counters.add_statuses("store", operation.statuses)
 
     def _finish_retrieve(self, operation: Operation) -> None:
         plan = operation.plan
@@ -494,4 +493,4 @@ class LocalStore:
         if bad.any():
             self._drop_failed(operation.keys[bad], operation.generations[bad])
         operation.statuses[operation.positions] = statuses
-        self._count_statuses("retrieve", operation.statuses)
+        self._counters.add_statuses("retrieve", operation.statuses)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 import socket
 import time
@@ -29,9 +30,10 @@ from tutti_mooncake.errors import (
     Status,
 )
 from tutti_mooncake.geometry import Geometry
-from tutti_mooncake.io.device import DeviceFile, alignment_of_directory, allocate, is_partition, pool_path, try_lock
+from tutti_mooncake.io.device import DeviceFile, alignment_of_directory, allocate, is_partition, make_directory, pool_path, try_lock
 from tutti_mooncake.store import format as on_disk
 
+logger = logging.getLogger(__name__)
 Progress = Callable[[int, int], None]
 _MEBIBYTE = 1 << 20
 _RECORD_BYTES = 128
@@ -65,13 +67,42 @@ class PoolPlan:
         slots = min((capacity - fixed) // (per_device * devices + _RECORD_BYTES + sums), 2**32 - 2)
         if slots < 1:
             need = fixed + per_device * devices + _RECORD_BYTES + sums
-            raise ConfigError(f"capacity {capacity} holds no block: one block of this model needs {need} bytes on {devices} device(s)")
+            raise ConfigError(
+                f"capacity {capacity} holds no block: one block of this model needs {need} bytes on {devices} "
+                f"device(s), of which {fixed} are the pool's own headers"
+            )
         records = on_disk.HEADER_BYTES
         sums_offset = _round_up(records + slots * _RECORD_BYTES, 4096)
         first_data = _round_up(sums_offset + slots * sums, _MEBIBYTE)
         offsets = (first_data, *[on_disk.HEADER_BYTES] * (devices - 1))
         sizes = tuple(offset + slots * per_device for offset in offsets)
         return cls(slots, object_bytes, per_device * devices, records, sums_offset, offsets, sizes)
+
+
+def remove_pool(config: StoreConfig) -> list[str]:
+    """Removes a pool's files, and the superblocks of its partitions, whatever state they are in. Returns which there were.
+
+    Raises PoolLocked while a process owns one of them, DeviceUnavailable where one can't be opened.
+    """
+    devices: list[DeviceFile] = []
+    for name in config.devices:
+        with contextlib.suppress(FileNotFoundError):
+            devices.append(DeviceFile.open(pool_path(name, config.pool), read_only=False))
+    try:
+        for device in devices:
+            if not device.lock():
+                owner = on_disk.read_state(devices[0].buffered_fd)
+                raise PoolLocked(f"{device.path} is owned by process {owner.get('pid', 'unknown')}; stop it first")
+        for device in devices:
+            if is_partition(device.path):
+                _write_zeros(device, 0, min(on_disk.HEADER_BYTES, device.size()))
+                os.fsync(device.buffered_fd)
+            else:
+                os.unlink(device.path)
+    finally:
+        for device in devices:
+            device.close()
+    return [device.path for device in devices]
 
 
 class Pool:
@@ -144,12 +175,12 @@ class Pool:
             owner = on_disk.read_state(devices[0].buffered_fd)
             raise PoolLocked(
                 f"{devices[0].path} is owned by process {owner.get('pid', 'unknown')} on {owner.get('host', 'unknown host')}; "
-                "stop it, or open read-only"
+                "stop it, or open the pool read-only"
             )
         superblocks = [on_disk.read_superblock(device.buffered_fd, device.path) for device in devices]
         first = superblocks[0]
         if first is None:
-            raise PoolCorrupt(f"{devices[0].path} has no superblock; remove the file, or init the pool anew")
+            raise PoolCorrupt(f"{devices[0].path} has no superblock; make the pool anew with `tutti init --force`")
         _check_namespace(first, geometry, devices[0].path)
         for index, (values, device) in enumerate(zip(superblocks, devices, strict=True)):
             if values is None or values["pool_id"] != first["pool_id"] or values["device_index"] != index:
@@ -157,8 +188,15 @@ class Pool:
             if device.size() < int(first["device_bytes"][index]):
                 raise PoolCorrupt(
                     f"{device.path} has {device.size()} bytes and the pool needs {first['device_bytes'][index]}: it was truncated; "
-                    "init the pool anew"
+                    "make the pool anew with `tutti init --force`"
                 )
+        if config.capacity_bytes not in (0, int(first["capacity"])):
+            logger.warning(
+                "%s was made with capacity %d and keeps it; %d is set: `tutti init --force` makes the pool anew",
+                devices[0].path,
+                int(first["capacity"]),
+                config.capacity_bytes,
+            )
         if int(first["device_count"]) != len(devices):
             raise PoolCorrupt(f"pool {first['pool_id']} has {first['device_count']} devices, {len(devices)} were named")
         repaired = 0
@@ -192,6 +230,10 @@ class Pool:
         )
         self.flush_records()
 
+    def write_counters(self, values: dict[str, Any]) -> None:
+        """Leaves counters for others to read while this process owns the pool; they needn't survive anything."""
+        on_disk.write_counters(self.devices[0].buffered_fd, {"pid": os.getpid(), "time": time.time(), **values})
+
     def close(self) -> None:
         """Closes the devices and gives the lock back."""
         for device in self.devices:
@@ -205,6 +247,15 @@ def _flush(descriptors: list[int]) -> Status:
     except OSError as error:
         return Status.NO_SPACE if error.errno in (errno.ENOSPC, errno.EDQUOT) else Status.DEVICE_ERROR
     return Status.OK
+
+
+def has_pool(config: StoreConfig) -> bool:
+    """Whether there is a whole pool of this name. Raises PoolCorrupt, FormatVersionError, DeviceUnavailable."""
+    try:
+        read_geometry(config)
+    except PoolMissing:
+        return False
+    return True
 
 
 def read_geometry(config: StoreConfig) -> Geometry:
@@ -221,6 +272,32 @@ def read_geometry(config: StoreConfig) -> Geometry:
     if values is None:
         raise PoolMissing(f"{path} has no superblock; `tutti init` makes a pool")
     return Geometry.from_dict(values["geometry"])
+
+
+def read_owner(config: StoreConfig) -> dict[str, Any]:
+    """Who owns a pool, or owned it last, and the counters that it left.
+
+    `pid`, `host`, `since` (seconds since 1970), `running` (None where that can't be told: the owner is on another host), `clean` (whether
+    it closed the pool), `counters` of that process and `counters_age_seconds`. Raises PoolMissing, DeviceUnavailable.
+    """
+    path = pool_path(config.devices[0], config.pool)
+    try:
+        device = DeviceFile.open(path, read_only=True)
+    except FileNotFoundError:
+        raise PoolMissing(f"{path} does not exist; `tutti init` makes a pool") from None
+    try:
+        state, counters = on_disk.read_state(device.buffered_fd), on_disk.read_counters(device.buffered_fd)
+    finally:
+        device.close()
+    clean = bool(state.get("clean", True))
+    here = state.get("host") == socket.gethostname()
+    running = False if clean else (os.path.exists(f"/proc/{state.get('pid')}") if here else None)
+    owner = {"pid": state.get("pid"), "host": state.get("host"), "since": state.get("time"), "clean": clean, "running": running}
+    if counters.get("pid") == state.get("pid"):
+        age = max(0.0, time.time() - float(counters.pop("time", 0)))
+        counters.pop("pid", None)
+        owner.update(counters=counters, counters_age_seconds=round(age, 1))
+    return owner
 
 
 def _check_namespace(superblock: dict[str, Any], geometry: Geometry, path: str) -> None:
@@ -278,8 +355,8 @@ def _open_all(paths: list[str], config: StoreConfig, geometry: Geometry, *, crea
 def _creation_lock(device: str) -> Iterator[None]:
     """One process at a time makes pools on a device. Raises PoolLocked when another one goes on doing so for some seconds."""
     place = os.path.dirname(device) if is_partition(device) else device
+    make_directory(place)
     try:
-        os.makedirs(place, exist_ok=True)
         descriptor = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as error:
         raise DeviceUnavailable(f"{place} can't be opened as a directory: {error.strerror}; check its owner, mode and mount") from error

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,7 @@ from tutti_mooncake import (
 )
 from tutti_mooncake.store import format as on_disk
 from tutti_mooncake.store import read_geometry
+from tutti_mooncake.store.pool import read_owner, remove_pool
 
 
 def flip(path: Path, offset: int, bit: int = 0) -> None:
@@ -319,3 +321,61 @@ def test_too_few_open_files_is_an_error_not_an_abort(tmp_path: Path, left: int) 
     command = [sys.executable, "-c", _FEW_FILES, str(tmp_path / "few"), str(left)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[3])
     assert done.returncode == 0 and "Too many open files" in done.stdout, done.stderr
+
+
+def test_a_device_below_a_directory_that_is_missing_is_refused(stores: Stores) -> None:
+    with pytest.raises(DeviceUnavailable, match="does not exist; mount the drive"):
+        stores.open(devices=[str(stores.root / "unmounted" / "tutti")])
+    assert not (stores.root / "unmounted").exists()
+
+
+def test_another_capacity_is_ignored_with_a_warning(stores: Stores, caplog: pytest.LogCaptureFixture) -> None:
+    stores.open()
+    stores.close_all()
+    store, _ = stores.open(capacity="32MiB")
+    assert store.stats()["capacity_bytes"] == 16 << 20
+    assert "keeps it" in caplog.text and str(32 << 20) in caplog.text
+
+
+@pytest.mark.parametrize("state", ["whole", "damaged", "truncated", "one device gone"])
+def test_a_pool_in_any_state_can_be_removed_and_made_anew(stores: Stores, state: str) -> None:
+    store, tensors = stores.open()
+    keys = chain("old", 4)
+    tensors.write(keys)
+    store.store(keys, range(4)).wait(20)
+    with pytest.raises(PoolLocked, match="stop it first"):
+        remove_pool(stores.config())
+    stores.close_all()
+    files = [stores.root / f"nvme{index}" / "default.pool" for index in (0, 1)]
+    if state == "damaged":
+        with files[0].open("r+b") as file:
+            file.write(b"x" * 8192)
+    elif state == "truncated":
+        os.truncate(files[1], 4096)
+    elif state == "one device gone":
+        files[0].unlink()
+    assert len(remove_pool(stores.config())) == (1 if state == "one device gone" else 2)
+    store, _ = stores.open()
+    assert store.lookup(keys) == 0 and store.recovery.recovered_blocks == 0
+
+
+def test_owner_and_its_counters_can_be_read_beside_it(stores: Stores) -> None:
+    store, tensors = stores.open()
+    keys = chain("seen", 4)
+    tensors.write(keys)
+    store.store(keys, range(4)).wait(20)
+    until = time.monotonic() + 20
+    owner = read_owner(stores.config())
+    while owner.get("counters", {}).get("store_ok_blocks") != 4 and time.monotonic() < until:
+        time.sleep(0.1)
+        owner = read_owner(stores.config())
+    assert owner["pid"] == os.getpid() and owner["running"] is True and owner["clean"] is False
+    assert owner["counters"]["store_ok_blocks"] == 4 and owner["counters"]["objects_written"] == 16
+    stores.close_all()
+    owner = read_owner(stores.config())
+    assert owner["running"] is False and owner["clean"] is True and owner["counters"]["store_ok_blocks"] == 4
+
+
+def test_open_names_arguments_of_the_wrong_kind(stores: Stores) -> None:
+    with pytest.raises(ConfigError, match="not Geometry and StoreConfig"):
+        LocalStore.open(geometry(), stores.config())  # type: ignore[arg-type]

@@ -141,6 +141,8 @@ def test_tensors_that_do_not_fit_are_refused(stores: Stores) -> None:
             "not contiguous": [*good[:3], torch.zeros((8, 4096, 2), dtype=torch.uint8)[:, :, 0]],
             "different numbers": [*good[:3], torch.zeros((9, 4096), dtype=torch.uint8)],
             "overlap": [*good[:3], torch.zeros(8192, dtype=torch.uint8).as_strided((2, 4096), (1, 1))],
+            "the same memory": [*good[:3], good[0]],
+            "dtype float16, the geometry says float32": [*good[:3], torch.zeros((8, 2048), dtype=torch.float16)],
             "shape": [*good[:3], torch.zeros(4096, dtype=torch.uint8)],
         }
         for match, tensors in wrong.items():

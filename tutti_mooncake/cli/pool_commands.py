@@ -71,7 +71,7 @@ def run_init(arguments: argparse.Namespace) -> int:
     overrides = {"prewrite": True} if arguments.prewrite else {}
     config = store_config(arguments, **overrides)
     geometry = geometry_from_arguments(arguments)
-    removed = remove_pool(config) if arguments.force else []
+    removed = remove_pool(config, geometry) if arguments.force else []
     was_there = has_pool(config)
     with Progress("prewrite", unit="bytes") as progress, LocalStore.open(config, geometry, progress=progress) as store:
         statistics = store.stats()

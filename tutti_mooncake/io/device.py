@@ -66,6 +66,15 @@ class DeviceFile:
         """Takes the single-owner lock; False when another open descriptor holds it."""
         return try_lock(self.buffered_fd)
 
+    def is_current(self) -> bool:
+        """False when `path` names another file by now, or none: whoever locked this one then holds nothing."""
+        try:
+            there = os.stat(self.path)
+        except FileNotFoundError:
+            return False
+        here = os.fstat(self.buffered_fd)
+        return (there.st_dev, there.st_ino) == (here.st_dev, here.st_ino)
+
     def close(self) -> None:
         """Closes both descriptors, and so gives the lock back. Once only: their numbers may belong to others afterwards."""
         for descriptor in (self.direct_fd, self.buffered_fd):

@@ -81,6 +81,7 @@ class Committer:
             for store in list(stores):
                 if store.plan is None or (store.plan.done() and store.may_commit(time.monotonic())):
                     _take_in(store)
+                    store.parent = None  # else a chain keeps all its stores alive
                     stores.remove(store)
                     self._running_stores.remove(store)
             for retrieve in list(self._retrieves):

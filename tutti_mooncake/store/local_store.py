@@ -86,7 +86,8 @@ class LocalStore:
         self._retirement = Retirement(table, self._free_records)
         self._counters = Counters()
         self._leases = Leases(table, clock)
-        self._closed = False
+        self._closed = self._abandoned = False
+        self._gone = threading.Event()  # set when close() has given the pool back
         self._lock = threading.RLock()  # order of reservations, evictions and removals; `_closed` changes under it
         self._idle = threading.Condition(self._lock)
         self._users: list[int] = []  # threads inside _using()
@@ -290,6 +291,8 @@ class LocalStore:
 
     def stats(self) -> dict[str, Any]:
         """Counters and gauges; sizes in bytes."""
+        if self._abandoned:
+            self._check_open()
         with self._lock:
             self._leases.expire()
             counts = self._table.counts()
@@ -307,14 +310,15 @@ class LocalStore:
         }
 
     def close(self) -> None:
-        """Lets running operations end (at most 10 s), writes recency and the clean mark, and gives the pool back. Idempotent."""
+        """Lets running operations end (at most 10 s), writes recency and the clean mark, and gives the pool back. Any number of times."""
         with self._lock:
-            if self._closed:
-                return
             if threading.get_ident() in self._users:
                 raise TuttiError("close() was called from inside verify() or entries() of the same store")
-            self._closed = True
+            first, self._closed = not self._closed, True
             self._idle.wait_for(lambda: not self._users)
+        if not first:
+            self._gone.wait()
+            return
         try:
             self._mover.stop(_STOP_GRACE_SECONDS)
             self._committer.stop()
@@ -326,10 +330,13 @@ class LocalStore:
                 self._write_state(clean=True)
         finally:
             self._pool.close()
+            self._gone.set()
 
     def abandon(self) -> None:
         """For a forked child: gives up the inherited descriptors, and with them the hold on the parent's lock."""
-        self._closed = True
+        self._lock = threading.RLock()  # the old one may be held by a thread that isn't in the child
+        self._closed = self._abandoned = True
+        self._gone.set()
         self._pool.close()
 
     def __enter__(self) -> LocalStore:

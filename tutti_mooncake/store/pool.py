@@ -10,6 +10,7 @@ import contextlib
 import errno
 import logging
 import os
+import shutil
 import socket
 import time
 import uuid
@@ -79,11 +80,17 @@ class PoolPlan:
         return cls(slots, object_bytes, per_device * devices, records, sums_offset, offsets, sizes)
 
 
-def remove_pool(config: StoreConfig) -> list[str]:
+def remove_pool(config: StoreConfig, successor: Geometry | None = None) -> list[str]:
     """Removes a pool's files, and the superblocks of its partitions, whatever state they are in. Returns which there were.
 
-    Raises PoolLocked while a process owns one of them, DeviceUnavailable where one can't be opened.
+    Nothing is removed when a pool of the geometry `successor` wouldn't fit in its place (ConfigError, DeviceFull), while a process owns the
+    pool (PoolLocked), or where a part can't be opened (DeviceUnavailable).
     """
+    with _creation_lock(config.devices[0]):
+        return _remove_pool(config, successor)
+
+
+def _remove_pool(config: StoreConfig, successor: Geometry | None) -> list[str]:
     devices: list[DeviceFile] = []
     for name in config.devices:
         with contextlib.suppress(FileNotFoundError):
@@ -93,6 +100,9 @@ def remove_pool(config: StoreConfig) -> list[str]:
             if not device.lock():
                 owner = on_disk.read_state(devices[0].buffered_fd)
                 raise PoolLocked(f"{device.path} is owned by process {owner.get('pid', 'unknown')}; stop it first")
+        _check_current(devices)
+        if successor is not None:
+            _check_fits(config, successor, {device.path: device.size() for device in devices})
         for device in devices:
             if is_partition(device.path):
                 _write_zeros(device, 0, min(on_disk.HEADER_BYTES, device.size()))
@@ -177,6 +187,7 @@ class Pool:
                 f"{devices[0].path} is owned by process {owner.get('pid', 'unknown')} on {owner.get('host', 'unknown host')}; "
                 "stop it, or open the pool read-only"
             )
+        _check_current(devices)
         superblocks = [on_disk.read_superblock(device.buffered_fd, device.path) for device in devices]
         first = superblocks[0]
         if first is None:
@@ -291,13 +302,42 @@ def read_owner(config: StoreConfig) -> dict[str, Any]:
         device.close()
     clean = bool(state.get("clean", True))
     here = state.get("host") == socket.gethostname()
-    running = False if clean else (os.path.exists(f"/proc/{state.get('pid')}") if here else None)
+    running = False if clean else (_process_runs(state.get("pid"), float(state.get("time", 0))) if here else None)
     owner = {"pid": state.get("pid"), "host": state.get("host"), "since": state.get("time"), "clean": clean, "running": running}
     if counters.get("pid") == state.get("pid"):
         age = max(0.0, time.time() - float(counters.pop("time", 0)))
         counters.pop("pid", None)
         owner.update(counters=counters, counters_age_seconds=round(age, 1))
     return owner
+
+
+def _check_current(devices: list[DeviceFile]) -> None:
+    for device in devices:
+        if not device.is_current():
+            raise PoolLocked(f"{device.path} is being made anew by another process; try again")
+
+
+def _check_fits(config: StoreConfig, geometry: Geometry, present: dict[str, int]) -> None:
+    """Raises ConfigError or DeviceFull unless a new pool fits beside everything but the files `present` (path: bytes)."""
+    plan = _plan(config, geometry)
+    for name, size in zip(config.devices, plan.device_bytes, strict=True):
+        path = pool_path(name, config.pool)
+        room = present.get(path, 0) + (0 if is_partition(path) else shutil.disk_usage(name).free)
+        if room < size:
+            raise DeviceFull(f"{name} would have {room} bytes free and the pool needs {size} there; lower capacity or free space")
+
+
+def _process_runs(pid: object, since: float) -> bool:
+    """Whether a process of this host lives and existed at `since` (seconds since 1970): else its number is another's by now."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8") as file:
+            state, *values = file.read().rpartition(")")[2].split()
+        with open("/proc/stat", encoding="utf-8") as file:
+            boot = next(float(line.split()[1]) for line in file if line.startswith("btime"))
+    except (OSError, StopIteration):
+        return False
+    started = boot + int(values[18]) / os.sysconf("SC_CLK_TCK")
+    return state != "Z" and started <= since + 2.0  # btime is in whole seconds
 
 
 def _check_namespace(superblock: dict[str, Any], geometry: Geometry, path: str) -> None:
@@ -378,11 +418,15 @@ def _has_no_superblock(device: DeviceFile) -> bool:
         return False
 
 
-def _create(paths: list[str], config: StoreConfig, geometry: Geometry, progress: Progress | None) -> list[DeviceFile]:
+def _plan(config: StoreConfig, geometry: Geometry) -> PoolPlan:
     if config.capacity_bytes == 0:
         raise ConfigError("capacity is missing: say how many bytes the pool may take, for example 200GiB")
     alignment = max(4096 if is_partition(device) else alignment_of_directory(device) for device in config.devices)
-    plan = PoolPlan.make(geometry, config.capacity_bytes, len(paths), alignment)
+    return PoolPlan.make(geometry, config.capacity_bytes, len(config.devices), alignment)
+
+
+def _create(paths: list[str], config: StoreConfig, geometry: Geometry, progress: Progress | None) -> list[DeviceFile]:
+    plan = _plan(config, geometry)
     made: list[str] = []
     try:
         for path, size in zip(paths, plan.device_bytes, strict=True):

@@ -224,3 +224,43 @@ def test_impossible_deadline_is_refused_before_anything_is_reserved(stores: Stor
     with pytest.raises(TuttiError, match="blocks"):
         store.evict(-1)
     assert store.evict(10**30) == 40
+
+
+def test_a_second_close_returns_when_the_pool_has_been_given_back(stores: Stores) -> None:
+    faults = _native.FaultInjector()
+    store, tensors = stores.open(faults=faults)
+    keys = chain("two", 1)
+    tensors.write(keys)
+    faults.add(True, "hang", limit=1)
+    store.store(keys, [0], deadline_seconds=1)
+    first = threading.Thread(target=store.close)
+    first.start()
+    while not store._closed:
+        pass
+    store.close()
+    stores.open()  # the lock is free
+    first.join(20)
+    assert not first.is_alive()
+
+
+def test_a_child_forked_while_the_store_is_busy_gets_an_error_and_does_not_hang(stores: Stores) -> None:
+    store, _, _ = filled(stores)
+    store._lock.acquire()  # as another thread may hold it at that moment
+    holder = threading.Event()
+    child = os.fork()
+    if child == 0:
+
+        def in_child() -> None:
+            for method in (store.stats, store.clear, lambda: store.lookup([b"k" * 32])):
+                with contextlib.suppress(StoreClosed):
+                    method()
+                    os._exit(1)
+            store.close()
+            os._exit(0)
+
+        threading.Thread(target=in_child).start()  # not the thread that holds the lock
+        holder.wait(20)
+        os._exit(2)
+    store._lock.release()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert store.stats()["resident_blocks"] == 40

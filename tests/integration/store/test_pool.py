@@ -28,9 +28,10 @@ from tutti_mooncake import (
     Status,
     _native,
 )
+from tutti_mooncake.io import DeviceFile
 from tutti_mooncake.store import format as on_disk
 from tutti_mooncake.store import read_geometry
-from tutti_mooncake.store.pool import read_owner, remove_pool
+from tutti_mooncake.store.pool import Pool, read_owner, remove_pool
 
 
 def flip(path: Path, offset: int, bit: int = 0) -> None:
@@ -379,3 +380,37 @@ def test_owner_and_its_counters_can_be_read_beside_it(stores: Stores) -> None:
 def test_open_names_arguments_of_the_wrong_kind(stores: Stores) -> None:
     with pytest.raises(ConfigError, match="not Geometry and StoreConfig"):
         LocalStore.open(geometry(), stores.config())  # type: ignore[arg-type]
+
+
+def test_who_locks_a_file_that_was_replaced_holds_nothing(stores: Stores) -> None:
+    stores.open()
+    stores.close_all()
+    config = stores.config()
+    late = [DeviceFile.open(os.path.join(device, "default.pool"), read_only=False) for device in config.devices]
+    remove_pool(config)
+    LocalStore.open(config, geometry()).close()
+    assert all(device.lock() and not device.is_current() for device in late)
+    with pytest.raises(PoolLocked, match="made anew"):
+        Pool._check(config, geometry(), 0, late)
+    for device in late:
+        device.close()
+
+
+@pytest.mark.parametrize(("capacity", "error"), [(0, ConfigError), ("1KiB", ConfigError), ("900TiB", DeviceFull)])
+def test_a_pool_is_not_removed_for_one_that_cannot_be_made(stores: Stores, capacity: object, error: type[Exception]) -> None:
+    stores.open()
+    stores.close_all()
+    with pytest.raises(error):
+        remove_pool(stores.config(capacity=capacity), geometry())
+    assert read_geometry(stores.config()) == geometry()
+
+
+def test_a_pid_that_was_given_out_again_does_not_count_as_owner(stores: Stores) -> None:
+    stores.open()
+    stores.close_all()
+    with (stores.root / "nvme0" / "default.pool").open("r+b") as file:
+        state = {**on_disk.read_state(file.fileno()), "clean": False}
+        on_disk.write_state(file.fileno(), {**state, "pid": os.getpid()})
+        assert read_owner(stores.config())["running"] is True
+        on_disk.write_state(file.fileno(), {**state, "pid": os.getpid(), "time": state["time"] - 10**6})
+    assert read_owner(stores.config())["running"] is False

@@ -11,6 +11,7 @@ import random
 import select
 import signal
 import time
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -57,12 +58,15 @@ def loop(config: StoreConfig, seed: int, pipe: int) -> None:
 
 def run_once(root: Path, seed: int, executor: str, durability: str = "data") -> Iterator[str]:
     """One kill; yields what is wrong (nothing, if all is well). The pool is small, so that every store evicts and reuses."""
+    root.mkdir(exist_ok=True)
     config = StoreConfig(devices=[str(root / "a"), str(root / "b")], capacity="8MiB", executor=executor, durability=durability)
     read_end, write_end = os.pipe()
     pid = os.fork()
     if pid == 0:
         try:
             loop(config, seed, write_end)
+        except BaseException:
+            traceback.print_exc()
         finally:
             os._exit(1)
     os.close(write_end)

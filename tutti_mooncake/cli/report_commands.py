@@ -44,7 +44,7 @@ def add_commands(commands: Subparsers) -> None:
 def run_stat(arguments: argparse.Namespace) -> int:
     """Prints the geometry, the owner with the counters that it wrote last, and what an opening finds."""
     from tutti_mooncake.store import read_geometry
-    from tutti_mooncake.store.pool import read_owner
+    from tutti_mooncake.store.owner import read_owner
 
     config = store_config(arguments, read_only=True)
     geometry, owner = read_geometry(config), read_owner(config)

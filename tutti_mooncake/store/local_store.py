@@ -181,14 +181,12 @@ class LocalStore:
             admitted = self._admitted(array, statuses)
             chain = array[:admitted]
             if not admitted:
-                self._counters.add_statuses("store", statuses)
                 return self._without_io(statuses)
             reserved, slots, generations, rots = self._reserve(chain, parent_key)
             statuses[:admitted] = reserved
             positions = np.flatnonzero(reserved == Status.OK).astype(np.uint32)
             self._budget.give_back((admitted - len(positions)) * self._slot_payload())
             if not len(positions):
-                self._counters.add_statuses("store", statuses)
                 return self._without_io(statuses)
             plan = self._mover.submit(
                 write=True,
@@ -383,6 +381,7 @@ class LocalStore:
 
     def _without_io(self, statuses: npt.NDArray[np.uint8]) -> StoreOperation:
         """A store whose blocks are all decided."""
+        self._counters.add_statuses("store", statuses)
         return StoreOperation(statuses, np.empty(0, dtype=np.uint32), None, 0, self._finish_store)
 
     def _published(self) -> dict[str, int]:

@@ -269,46 +269,25 @@ def has_pool(config: StoreConfig) -> bool:
     return True
 
 
-def read_geometry(config: StoreConfig) -> Geometry:
-    """The geometry of an existing pool. Raises PoolMissing, PoolCorrupt, FormatVersionError."""
+def open_first_device(config: StoreConfig) -> DeviceFile:
+    """The device with a pool's records and states, to be read. Raises PoolMissing, DeviceUnavailable."""
     path = pool_path(config.devices[0], config.pool)
     try:
-        device = DeviceFile.open(path, read_only=True)
+        return DeviceFile.open(path, read_only=True)
     except FileNotFoundError:
         raise PoolMissing(f"{path} does not exist; `tutti init` makes a pool") from None
+
+
+def read_geometry(config: StoreConfig) -> Geometry:
+    """The geometry of an existing pool. Raises PoolMissing, PoolCorrupt, FormatVersionError, DeviceUnavailable."""
+    device = open_first_device(config)
     try:
-        values = on_disk.read_superblock(device.buffered_fd, path)
+        values = on_disk.read_superblock(device.buffered_fd, device.path)
     finally:
         device.close()
     if values is None:
-        raise PoolMissing(f"{path} has no superblock; `tutti init` makes a pool")
+        raise PoolMissing(f"{device.path} has no superblock; `tutti init` makes a pool")
     return Geometry.from_dict(values["geometry"])
-
-
-def read_owner(config: StoreConfig) -> dict[str, Any]:
-    """Who owns a pool, or owned it last, and the counters that it left.
-
-    `pid`, `host`, `since` (seconds since 1970), `running` (None where that can't be told: the owner is on another host), `clean` (whether
-    it closed the pool), `counters` of that process and `counters_age_seconds`. Raises PoolMissing, DeviceUnavailable.
-    """
-    path = pool_path(config.devices[0], config.pool)
-    try:
-        device = DeviceFile.open(path, read_only=True)
-    except FileNotFoundError:
-        raise PoolMissing(f"{path} does not exist; `tutti init` makes a pool") from None
-    try:
-        state, counters = on_disk.read_state(device.buffered_fd), on_disk.read_counters(device.buffered_fd)
-    finally:
-        device.close()
-    clean = bool(state.get("clean", True))
-    here = state.get("host") == socket.gethostname()
-    running = False if clean else (_process_runs(state.get("pid"), float(state.get("time", 0))) if here else None)
-    owner = {"pid": state.get("pid"), "host": state.get("host"), "since": state.get("time"), "clean": clean, "running": running}
-    if counters.get("pid") == state.get("pid"):
-        age = max(0.0, time.time() - float(counters.pop("time", 0)))
-        counters.pop("pid", None)
-        owner.update(counters=counters, counters_age_seconds=round(age, 1))
-    return owner
 
 
 def _check_current(devices: list[DeviceFile]) -> None:
@@ -325,19 +304,6 @@ def _check_fits(config: StoreConfig, geometry: Geometry, present: dict[str, int]
         room = present.get(path, 0) + (0 if is_partition(path) else shutil.disk_usage(name).free)
         if room < size:
             raise DeviceFull(f"{name} would have {room} bytes free and the pool needs {size} there; lower capacity or free space")
-
-
-def _process_runs(pid: object, since: float) -> bool:
-    """Whether a process of this host lives and existed at `since` (seconds since 1970): else its number is another's by now."""
-    try:
-        with open(f"/proc/{pid}/stat", encoding="utf-8") as file:
-            state, *values = file.read().rpartition(")")[2].split()
-        with open("/proc/stat", encoding="utf-8") as file:
-            boot = next(float(line.split()[1]) for line in file if line.startswith("btime"))
-    except (OSError, StopIteration):
-        return False
-    started = boot + int(values[18]) / os.sysconf("SC_CLK_TCK")
-    return state != "Z" and started <= since + 2.0  # btime is in whole seconds
 
 
 def _check_namespace(superblock: dict[str, Any], geometry: Geometry, path: str) -> None:

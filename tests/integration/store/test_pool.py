@@ -31,7 +31,8 @@ from tutti_mooncake import (
 from tutti_mooncake.io import DeviceFile
 from tutti_mooncake.store import format as on_disk
 from tutti_mooncake.store import read_geometry
-from tutti_mooncake.store.pool import Pool, read_owner, remove_pool
+from tutti_mooncake.store.owner import read_owner
+from tutti_mooncake.store.pool import Pool, remove_pool
 
 
 def flip(path: Path, offset: int, bit: int = 0) -> None:

@@ -9,7 +9,6 @@ slot's own record of the same generation; operations never raise for I/O errors,
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +20,7 @@ import numpy.typing as npt
 
 from tutti_mooncake import _native
 from tutti_mooncake.config import StoreConfig, check_seconds
-from tutti_mooncake.errors import ConfigError, PoolReadOnly, Status, StoreClosed, TensorError, TuttiError
+from tutti_mooncake.errors import ConfigError, PoolReadOnly, Status, TensorError
 from tutti_mooncake.geometry import Geometry
 from tutti_mooncake.io.executor import Mover, choose_executor
 from tutti_mooncake.keys import BlockIds, Keys, as_block_ids, as_key_array, salt_mask
@@ -29,7 +28,7 @@ from tutti_mooncake.store.admission import WriteBudget, make_admission
 from tutti_mooncake.store.committer import Committer
 from tutti_mooncake.store.counters import Counters, Publisher
 from tutti_mooncake.store.leases import Leases
-from tutti_mooncake.store.lifetime import track
+from tutti_mooncake.store.lifetime import Lifetime, track
 from tutti_mooncake.store.listing import NO_SLOT, list_blocks
 from tutti_mooncake.store.operations import Operation, RetrieveOperation, StoreOperation
 from tutti_mooncake.store.pool import Pool, Progress
@@ -86,11 +85,8 @@ class LocalStore:
         self._retirement = Retirement(table, self._free_records)
         self._counters = Counters()
         self._leases = Leases(table, clock)
-        self._closed = self._abandoned = False
-        self._gone = threading.Event()  # set when close() has given the pool back
-        self._lock = threading.RLock()  # order of reservations, evictions and removals; `_closed` changes under it
-        self._idle = threading.Condition(self._lock)
-        self._users: list[int] = []  # threads inside _using()
+        self._lock = threading.RLock()  # order of reservations, evictions and removals
+        self._life = Lifetime(self._lock)
         self._publisher = Publisher(self._published, pool.write_counters)
         self._committer = Committer(None if config.read_only else self._publisher.tick)
         if not config.read_only:
@@ -129,14 +125,14 @@ class LocalStore:
 
     def register(self, tensors: Sequence[torch.Tensor]) -> None:
         """Takes the engine's KV tensors, one per object index; keeps a reference until close(). Raises TensorError."""
-        self._check_open()
+        self._life.check_open()
         self._mover.register(tensors, self.geometry)
 
     # --- lookups ---
 
     def lookup(self, keys: Keys) -> int:
         """Number of leading keys that are resident; makes them recently used."""
-        self._check_open()
+        self._life.check_open()
         array = as_key_array(keys, self._mask)
         hits = int(self._table.find_prefix(array, self._now(), True))
         self._counters.add(lookups=1, lookup_blocks=len(array), lookup_hit_blocks=hits)
@@ -144,7 +140,7 @@ class LocalStore:
 
     def pin(self, keys: Keys, lease_seconds: float) -> Pin:
         """Protects the leading resident blocks from eviction for at most `lease_seconds`. `Pin.blocks` may be 0."""
-        self._check_open()
+        self._life.check_open()
         check_seconds("lease_seconds", lease_seconds, positive=True)
         array = as_key_array(keys, self._mask)
         with self._lock:
@@ -166,7 +162,7 @@ class LocalStore:
         The blocks' memory must not change until the operation is done and drained. Raises KeyFormatError, TensorError, StoreClosed;
         everything else is a status.
         """
-        self._check_open()
+        self._life.check_open()
         array = as_key_array(keys, self._mask)
         blocks = as_block_ids(block_ids, len(array), self._blocks())
         deadline = self.config.write_deadline_seconds if deadline_seconds is None else deadline_seconds
@@ -177,7 +173,7 @@ class LocalStore:
         if self.config.read_only or len(array) == 0:
             return self._without_io(statuses)
         with self._lock:
-            self._check_open()
+            self._life.check_open()
             admitted = self._admitted(array, statuses)
             chain = array[:admitted]
             if not admitted:
@@ -209,7 +205,7 @@ class LocalStore:
 
         The blocks' memory belongs to the store until the operation is done and drained. Errors as in store().
         """
-        self._check_open()
+        self._life.check_open()
         array = as_key_array(keys, self._mask)
         blocks = as_block_ids(block_ids, len(array), self._blocks())
         deadline = self.config.read_deadline_seconds if deadline_seconds is None else deadline_seconds
@@ -219,7 +215,7 @@ class LocalStore:
         if np.count_nonzero(named) != len(blocks):
             raise TensorError("block_ids name the same engine block twice; two reads into one block would race")
         with self._lock:
-            self._check_open()
+            self._life.check_open()
             statuses, slots, generations, rots = self._table.resolve(array, self._now())
             positions = np.flatnonzero(statuses == Status.OK).astype(np.uint32)
             if not len(positions):
@@ -278,19 +274,19 @@ class LocalStore:
 
         close() waits for it to leave; it then raises StoreClosed after the blocks at hand.
         """
-        with self._using():
-            return verify_blocks(self._pool, self._table, progress, self._drop_failed, self._check_open)
+        with self._life.using():
+            return verify_blocks(self._pool, self._table, progress, self._drop_failed, self._life.check_open)
 
     # --- views ---
 
     def entries(self, limit: int | None = None) -> Iterator[BlockInfo]:
         """Resident blocks in slot order; a view that may be out of date as soon as it is given out. Keys are salted ones."""
-        return list_blocks(self._pool, self._table, limit, self._using)
+        return list_blocks(self._pool, self._table, limit, self._life.using)
 
     def stats(self) -> dict[str, Any]:
         """Counters and gauges; sizes in bytes."""
-        if self._abandoned:
-            self._check_open()
+        if self._life.abandoned:
+            self._life.check_open()
         with self._lock:
             self._leases.expire()
             counts = self._table.counts()
@@ -309,32 +305,14 @@ class LocalStore:
 
     def close(self) -> None:
         """Lets running operations end (at most 10 s), writes recency and the clean mark, and gives the pool back. Any number of times."""
-        with self._lock:
-            if threading.get_ident() in self._users:
-                raise TuttiError("close() was called from inside verify() or entries() of the same store")
-            first, self._closed = not self._closed, True
-            self._idle.wait_for(lambda: not self._users)
-        if not first:
-            self._gone.wait()
-            return
-        try:
-            self._mover.stop(_STOP_GRACE_SECONDS)
-            self._committer.stop()
-            if not self.config.read_only:
-                self._pool.slot_table.save_recency(self._table)
-                if self.config.durability == "flush":
-                    self._pool.flush_records()
-                self._publisher.tick(now=True)
-                self._write_state(clean=True)
-        finally:
-            self._pool.close()
-            self._gone.set()
+        with self._life.closing() as mine:
+            if mine:
+                self._give_back()
 
     def abandon(self) -> None:
         """For a forked child: gives up the inherited descriptors, and with them the hold on the parent's lock."""
-        self._lock = threading.RLock()  # the old one may be held by a thread that isn't in the child
-        self._closed = self._abandoned = True
-        self._gone.set()
+        self._lock = threading.RLock()
+        self._life.abandon(self._lock)
         self._pool.close()
 
     def __enter__(self) -> LocalStore:
@@ -351,31 +329,27 @@ class LocalStore:
     def _slot_payload(self) -> int:
         return self.geometry.payload_bytes_per_block
 
-    @contextlib.contextmanager
-    def _using(self) -> Iterator[None]:
-        """Keeps the devices open meanwhile. Raises StoreClosed once close() has begun."""
-        with self._lock:
-            self._check_open()
-            self._users.append(threading.get_ident())
+    def _give_back(self) -> None:
         try:
-            yield
+            self._mover.stop(_STOP_GRACE_SECONDS)
+            self._committer.stop()
+            if not self.config.read_only:
+                self._pool.slot_table.save_recency(self._table)
+                if self.config.durability == "flush":
+                    self._pool.flush_records()
+                self._publisher.tick(now=True)
+                self._write_state(clean=True)
         finally:
-            with self._lock:
-                self._users.remove(threading.get_ident())
-                self._idle.notify_all()
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise StoreClosed("the store is closed")
+            self._pool.close()
 
     def _check_writable(self) -> None:
-        self._check_open()
+        self._life.check_open()
         if self.config.read_only:
             raise PoolReadOnly("the store was opened read-only")
 
     def _blocks(self) -> int:
         if not self._mover.registered:
-            self._check_open()
+            self._life.check_open()
             raise TensorError("no KV tensors are registered; call register() first")
         return self._mover.blocks
 

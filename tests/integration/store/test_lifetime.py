@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -45,7 +46,7 @@ def test_close_waits_for_verify_and_writes_into_no_other_file(stores: Stores, tm
     scrubber.start()
     assert reading.wait(20)
     closer.start()
-    while not store._closed:  # close() has begun, and must not take the descriptors away
+    while not store._life.closed:  # close() has begun, and must not take the descriptors away
         pass
     with contextlib.ExitStack() as stack:  # they get the lowest free descriptor numbers
         others = [stack.enter_context(open(tmp_path / f"other{index}", "w+b")) for index in range(4)]
@@ -235,7 +236,7 @@ def test_a_second_close_returns_when_the_pool_has_been_given_back(stores: Stores
     store.store(keys, [0], deadline_seconds=1)
     first = threading.Thread(target=store.close)
     first.start()
-    while not store._closed:
+    while not store._life.closed:
         pass
     store.close()
     stores.open()  # the lock is free
@@ -264,3 +265,73 @@ def test_a_child_forked_while_the_store_is_busy_gets_an_error_and_does_not_hang(
     store._lock.release()
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert store.stats()["resident_blocks"] == 40
+
+
+def test_a_close_that_is_interrupted_leaves_the_work_to_the_next(stores: Stores) -> None:
+    store, _, _ = filled(stores)
+    reading, goes_on = threading.Event(), threading.Event()
+
+    def slow(_done: int, _total: int) -> None:
+        reading.set()
+        goes_on.wait(20)
+
+    def scrub() -> None:
+        with contextlib.suppress(StoreClosed):
+            store.verify(slow)
+
+    scrubber = threading.Thread(target=scrub)
+    scrubber.start()
+    assert reading.wait(20)
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        with pytest.raises(KeyboardInterrupt):
+            store.close()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    goes_on.set()
+    store.close()
+    scrubber.join(20)
+    stores.open()  # the lock is free
+
+
+def test_a_signal_handler_that_closes_does_not_wait_for_the_close_that_it_interrupts(stores: Stores) -> None:
+    faults = _native.FaultInjector()
+    store, tensors = stores.open(faults=faults)
+    keys = chain("handler", 1)
+    tensors.write(keys)
+    faults.add(True, "hang", limit=1)
+    store.store(keys, [0], deadline_seconds=1)
+    called: list[int] = []
+
+    def handler(number: int, _frame: object) -> None:
+        store.close()
+        called.append(number)
+
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        store.close()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert called == [signal.SIGALRM]
+    stores.open()
+
+
+def test_a_child_forked_during_verify_can_close(stores: Stores) -> None:
+    store, _, _ = filled(stores)
+    children: list[int] = []
+
+    def fork(_done: int, _total: int) -> None:
+        child = os.fork()
+        if child == 0:
+            try:
+                threading.Thread(target=store.close).start()
+                store.close()
+                os._exit(0)
+            finally:
+                os._exit(1)
+        children.append(child)
+
+    store.verify(fork)
+    assert children and all(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0 for child in children)

@@ -95,7 +95,9 @@ class StoreConfig:
     def __post_init__(self) -> None:
         devices = self.devices.split(",") if isinstance(self.devices, str) else self.devices
         object.__setattr__(self, "devices", tuple(os.fspath(device) for device in devices))
-        if not self.devices or not all(self.devices):
+        if self.devices and not all(self.devices):
+            raise ConfigError(f"devices: an empty name in {list(self.devices)}")
+        if not self.devices:
             raise ConfigError("devices: name at least one directory or partition, for example /mnt/nvme0/tutti")
         if len(set(map(os.path.realpath, self.devices))) != len(self.devices):
             raise ConfigError(f"devices: the same device twice in {list(self.devices)}")
@@ -117,8 +119,9 @@ class StoreConfig:
             raise ConfigError(f"lanes: {self.lanes} is not between 0 and 64")
         if self.ttl_seconds > _LONGEST_TTL_SECONDS:
             raise ConfigError(f"ttl_seconds: {self.ttl_seconds} is more than ten years; 0 = never")
-        if self.ttl_seconds < 0 or self.read_deadline_seconds <= 0 or self.write_deadline_seconds <= 0:
-            raise ConfigError("ttl_seconds can't be negative, and deadlines must be positive")
+        check_seconds("ttl_seconds", self.ttl_seconds)
+        for name in ("read_deadline_seconds", "write_deadline_seconds"):
+            check_seconds(name, getattr(self, name), positive=True)
 
     @property
     def capacity_bytes(self) -> int:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import runpy
 import sys
 from typing import TYPE_CHECKING
+
+from tutti_mooncake.errors import ConfigError
 
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -22,6 +25,8 @@ def run_bench(arguments: argparse.Namespace) -> int:
     """Runs the benchmark with the rest of the command line."""
     before = sys.argv
     sys.argv = ["tutti bench", *arguments.rest]
+    if importlib.util.find_spec("torch") is None:
+        raise ConfigError("the benchmarks need torch: pip install torch, or the vllm extra")
     try:
         runpy.run_module("tutti_mooncake.bench", run_name="__main__")
     except SystemExit as exit_:

@@ -31,7 +31,13 @@ def findings(device: str, needed_bytes: int = 0) -> list[Finding]:
     try:
         status = os.stat(device)
     except OSError as error:
-        return [Finding(device, "device", "FAIL", str(error.strerror), "make the directory, or mount the drive")]
+        parent = os.path.dirname(os.path.abspath(device))
+        if isinstance(error, FileNotFoundError) and os.path.isdir(parent):
+            return [
+                Finding(device, "device", "warn", "missing", f"it will be made in {parent}: is that the drive?"),
+                free_space(parent, needed_bytes),
+            ]
+        return [Finding(device, "device", "FAIL", str(error.strerror), f"mount the drive, or make {parent}")]
     is_partition = stat.S_ISBLK(status.st_mode)
     number = status.st_rdev if is_partition else status.st_dev
     drives = physical_drives(number)

@@ -68,6 +68,8 @@ def value_text(name: str, value: Any) -> str:
         return "yes" if value else "no"
     if isinstance(value, int | float) and (name in ("bytes", "capacity") or name.endswith("_bytes")):
         return size_text(value)
+    if isinstance(value, float) and name == "since":
+        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(value))
     if isinstance(value, float):
         return f"{value:.3f}".rstrip("0").rstrip(".")
     if isinstance(value, list):

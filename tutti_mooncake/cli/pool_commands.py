@@ -138,8 +138,7 @@ def run_clear(arguments: argparse.Namespace) -> int:
     """Empties the pool after asking."""
     with open_existing(arguments, read_only=False) as store:
         if not arguments.yes and not _confirmed(store.stats()):
-            print("tutti: nothing removed (give --yes to remove without being asked)", file=sys.stderr)
-            return 1
+            raise ConfigError("nothing was removed: confirm on a terminal, or give --yes")
         removed = store.clear()
     if arguments.json:
         print_json({"removed_blocks": removed})

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from tutti_mooncake.cli.output import Progress, duration_text, plain, print_json, print_section, print_table, size_text
 from tutti_mooncake.cli.store_arguments import add_store_arguments, open_existing, store_config
+from tutti_mooncake.errors import ConfigError
 
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -69,6 +70,8 @@ def run_stat(arguments: argparse.Namespace) -> int:
 
 def run_ls(arguments: argparse.Namespace) -> int:
     """Prints one line per block; with --json one array, written as it is read."""
+    if arguments.limit is not None and arguments.limit < 0:
+        raise ConfigError(f"--limit {arguments.limit}: give a number of blocks")
     with open_existing(arguments, read_only=True) as store:
         entries = store.entries(arguments.limit)
         if arguments.json:

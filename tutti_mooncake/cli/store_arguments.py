@@ -54,6 +54,8 @@ def read_settings_file(path: str) -> Mapping[str, Any]:
     """The mapping in a JSON or TOML file. Raises ConfigError with the place of a syntax error."""
     try:
         content = Path(path).read_text(encoding="utf-8")
+        if not path.endswith((".toml", ".json")):
+            raise ConfigError(f"--config {path}: the name should end in .json or .toml")
         values = tomllib.loads(content) if path.endswith(".toml") else json.loads(content)
     except OSError as error:
         raise ConfigError(f"--config {path}: {error.strerror}") from error
@@ -84,5 +86,5 @@ def open_existing(arguments: argparse.Namespace, *, read_only: bool) -> LocalSto
     """Opens the pool that the arguments name, with its own geometry. Raises PoolMissing if it isn't there."""
     from tutti_mooncake.store import LocalStore, read_geometry
 
-    config = store_config(arguments, read_only=read_only)
+    config = store_config(arguments, **({"read_only": True} if read_only else {}))
     return LocalStore.open(config, read_geometry(config), create=False)

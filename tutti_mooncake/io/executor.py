@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ from tutti_mooncake.io.device import DeviceFile
 if TYPE_CHECKING:
     import torch
 
+logger = logging.getLogger(__name__)
 FOREVER = -1.0
 _TORCH_NAMES = {"fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
 
@@ -75,6 +77,7 @@ class Mover:
             slot_table,
             faults,
         )
+        self._memory_align = max(device.memory_align for device in devices)
         self._tensors: list[Any] = []
         self.blocks = 0
 
@@ -109,6 +112,14 @@ class Mover:
                 f"the I/O threads can't start: {error}; raise the limits of open files and memory, or lower lanes"
             ) from error
         self._tensors = list(tensors)
+        unaligned = sum(base % self._memory_align != 0 for base in bases.tolist())
+        if unaligned:
+            logger.info(
+                "%d of %d KV tensors don't begin at a multiple of %d bytes, as the device wants: their bytes are copied on the way",
+                unaligned,
+                len(tensors),
+                self._memory_align,
+            )
 
     def submit(
         self,

@@ -203,7 +203,7 @@ class Pool:
                 )
         if config.capacity_bytes not in (0, int(first["capacity"])):
             logger.warning(
-                "%s was made with capacity %d and keeps it; %d is set: `tutti init --force` makes the pool anew",
+                "%s was made with a capacity of %d bytes and keeps it; %d bytes are set: `tutti init --force` makes the pool anew",
                 devices[0].path,
                 int(first["capacity"]),
                 config.capacity_bytes,

@@ -28,6 +28,7 @@ from tutti_mooncake import (
     Status,
     _native,
 )
+from tutti_mooncake.cli.main import main as cli
 from tutti_mooncake.io import DeviceFile
 from tutti_mooncake.store import format as on_disk
 from tutti_mooncake.store import read_geometry
@@ -415,3 +416,14 @@ def test_a_pid_that_was_given_out_again_does_not_count_as_owner(stores: Stores) 
         assert read_owner(stores.config())["running"] is True
         on_disk.write_state(file.fileno(), {**state, "pid": os.getpid(), "time": state["time"] - 10**6})
     assert read_owner(stores.config())["running"] is False
+
+
+def test_clear_honours_read_only(stores: Stores, capsys: pytest.CaptureFixture[str]) -> None:
+    store, tensors = stores.open()
+    keys = chain("kept", 2)
+    tensors.write(keys)
+    store.store(keys, range(2)).wait(20)
+    stores.close_all()
+    command = ["clear", "--yes", "--json", "--devices", ",".join(stores.config().devices)]
+    assert cli([*command, "--set", "read_only=true"]) == 1 and "PoolReadOnly" in capsys.readouterr().out
+    assert cli(command) == 0 and '"removed_blocks": 2' in capsys.readouterr().out

@@ -45,9 +45,13 @@ def test_a_file_system_without_a_disk(sys_tree):
 
 
 def test_a_missing_device_is_one_failure(tmp_path):
-    (finding,) = device_checks.findings(str(tmp_path / "absent"))
-    assert finding.state == "FAIL"
-    assert "No such file" in finding.found
+    (finding,) = device_checks.findings(str(tmp_path / "drive" / "missing"))
+    assert finding.state == "FAIL" and "mount the drive" in finding.reason
+
+
+def test_a_device_that_would_be_made_is_a_warning_with_the_space_there(tmp_path):
+    missing, space = device_checks.findings(str(tmp_path / "missing"), 1 << 60)
+    assert missing.state == "warn" and space.state == "FAIL" and "lower capacity" in space.reason
 
 
 def test_a_directory_gives_every_finding(tmp_path):

@@ -183,7 +183,7 @@ void Executor::stop(std::chrono::milliseconds grace) {
 
 void Executor::expect(Plan& plan, uint32_t blocks) {
   const uint32_t first = layout_.rank * layout_.objects;
-  for (; plan.expected < blocks; ++plan.expected) {
+  for (; plan.expected < blocks && !plan.ended_early(); ++plan.expected) {
     const uint32_t block = plan.expected;
     const std::span<uint64_t> out(plan.sums.data() + static_cast<size_t>(block) * layout_.objects, layout_.objects);
     if (const Status status = table_->read_sums(plan.slots[block], plan.generations[block], first, out);

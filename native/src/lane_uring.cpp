@@ -1,6 +1,6 @@
 // A lane that drives one io_uring. Up to queue_depth objects in flight; submission batches of about kRunBytes: large
-// enough that the kernel can merge neighbours into one command, small enough that on RAM-backed files (which the kernel
-// copies inside the submit call) an object is still in the cache when its checksum is taken.
+// enough that the kernel can merge neighbours into one command, small enough that an object which the processor copied
+// is still in its cache when the checksum is taken.
 #include <sys/mman.h>
 
 #include <algorithm>

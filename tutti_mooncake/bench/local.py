@@ -24,6 +24,7 @@ import torch
 from tutti_mooncake import Geometry, LocalStore, StoreConfig, _native
 from tutti_mooncake.bench.lmcache_peer import LmcachePeer
 from tutti_mooncake.bench.report import Report, positive
+from tutti_mooncake.io.device import all_in_memory
 from tutti_mooncake.io.executor import default_lanes
 
 
@@ -92,8 +93,7 @@ class _Local:
         piece = (1 << 30) // self.object_bytes * self.object_bytes  # as the store's lanes do: pinned once, outside the clock
         self.registered = [(at, min(at + piece, last)) for at in range(first, last, piece)]
         self.keys = [hashlib.sha256(b"bench %d" % index).digest() for index in range(self.blocks)]
-        in_memory = all(device.in_memory for device in self.store._pool.devices)
-        self.lanes = arguments.lanes or default_lanes(self.store.executor, in_memory=in_memory)
+        self.lanes = arguments.lanes or default_lanes(self.store.executor, in_memory=all_in_memory(self.store._pool.devices))
         self.contests: dict[str, Contest] = {}
 
     def timed(self, name: str, action: Callable[[], tuple[float, float] | None]) -> None:
@@ -118,7 +118,7 @@ class _Local:
             raise SystemExit("bench local: bytes differ from what was stored")
 
     def raw(self, write: bool) -> tuple[float, float]:
-        """The same ranges by plain io_uring, in the order in which they lie on the device: nothing can be faster."""
+        """The same ranges by plain io_uring, in the order in which they lie on the device."""
         slots = {entry.key: entry.slot for entry in self.store.entries()}
         pool = self.store._pool
         half = 0 if write else self.blocks

@@ -23,10 +23,10 @@ def add_commands(commands: Subparsers) -> None:
 
 def run_bench(arguments: argparse.Namespace) -> int:
     """Runs the benchmark with the rest of the command line."""
-    before = sys.argv
-    sys.argv = ["tutti bench", *arguments.rest]
     if importlib.util.find_spec("torch") is None:
         raise ConfigError("the benchmarks need torch: pip install torch, or the vllm extra")
+    before = sys.argv
+    sys.argv = ["tutti bench", *arguments.rest]
     try:
         runpy.run_module("tutti_mooncake.bench", run_name="__main__")
     except SystemExit as exit_:

@@ -10,6 +10,7 @@ import fcntl
 import os
 import shutil
 import stat
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tutti_mooncake import _native
@@ -53,11 +54,6 @@ class DeviceFile:
             memory = offset = CONSERVATIVE_ALIGNMENT
         return cls(path, direct, buffered, memory, offset, is_direct)
 
-    @property
-    def in_memory(self) -> bool:
-        """True where the processor copies what is read and written, as on tmpfs."""
-        return self.is_direct and self.memory_align == IN_MEMORY_ALIGNMENT
-
     def size(self) -> int:
         """Bytes that the file or partition has."""
         return os.lseek(self.buffered_fd, 0, os.SEEK_END)
@@ -81,6 +77,11 @@ class DeviceFile:
             if descriptor >= 0:
                 os.close(descriptor)
         self.direct_fd = self.buffered_fd = -1
+
+
+def all_in_memory(devices: Sequence[DeviceFile]) -> bool:
+    """True where the processor copies whatever is read and written."""
+    return all(device.is_direct and device.memory_align == IN_MEMORY_ALIGNMENT for device in devices)
 
 
 def try_lock(descriptor: int) -> bool:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from tutti_mooncake import _native
 from tutti_mooncake.errors import DeviceUnavailable, TensorError
 from tutti_mooncake.geometry import Geometry
-from tutti_mooncake.io.device import DeviceFile
+from tutti_mooncake.io.device import DeviceFile, all_in_memory
 
 if TYPE_CHECKING:
     import torch
@@ -71,7 +71,7 @@ class Mover:
             layout,
             [(device.direct_fd, device.memory_align, device.offset_align) for device in devices],
             kind,
-            lanes or default_lanes(kind, in_memory=all(device.in_memory for device in devices)),
+            lanes or default_lanes(kind, in_memory=all_in_memory(devices)),
             queue_depth,
             register_buffers,
             slot_table,

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import collections
 import logging
-import queue
 import threading
 import time
 from collections.abc import Callable
@@ -31,10 +30,11 @@ class Committer:
 
     def __init__(self, tick: Callable[[], None] | None = None) -> None:
         self._tick = tick
-        self._stores: queue.SimpleQueue[StoreOperation | None] = queue.SimpleQueue()
-        self._running_stores: collections.deque[StoreOperation] = collections.deque()
+        self._stores: collections.deque[StoreOperation] = collections.deque()
         self._retrieves: collections.deque[RetrieveOperation] = collections.deque()
         self._undrained: collections.deque[Callable[[], bool]] = collections.deque()
+        self._wake = threading.Event()
+        self._stopping = False
         self._thread = threading.Thread(target=self._run, name="tutti-commit", daemon=True)
 
     def start(self) -> None:
@@ -43,12 +43,12 @@ class Committer:
 
     def add_store(self, operation: StoreOperation) -> None:
         """Takes over a running store. One at a time."""
-        self._running_stores.append(operation)
-        self._stores.put(operation)
+        self._stores.append(operation)
+        self._wake.set()
 
     def writer_of(self, key: npt.NDArray[np.uint8]) -> StoreOperation | None:
         """The running store that writes the block of a salted key (uint8 of shape (32,)); None when there is none."""
-        return next((store for store in reversed(list(self._running_stores)) if store.holds(key)), None)
+        return next((store for store in reversed(list(self._stores)) if store.holds(key)), None)
 
     def add_retrieve(self, operation: RetrieveOperation) -> None:
         """Takes over a running retrieve."""
@@ -68,24 +68,25 @@ class Committer:
 
     def stop(self) -> None:
         """Takes in everything that was added, then ends the thread. The lanes must have stopped, so that every plan is over."""
-        self._stores.put(None)
+        self._stopping = True
+        self._wake.set()
         self._thread.join()
 
     def _run(self) -> None:
-        stores: list[StoreOperation] = []
-        running = True
-        while running or stores:
-            running = self._wait(stores) and running
+        stopping = False
+        while not stopping or self._stores:
+            stopping = self._stopping  # once true, nothing is added and every plan is over
+            if not stopping:
+                self._wait()
             if self._tick is not None:
                 self._tick()
-            for store in list(stores):
+            for store in list(self._stores):
                 if store.plan is None or (store.plan.done() and store.may_commit(time.monotonic())):
                     _take_in(store)
                     store.parent = None  # else a chain keeps all its stores alive
-                    stores.remove(store)
-                    self._running_stores.remove(store)
+                    self._stores.remove(store)
             for retrieve in list(self._retrieves):
-                if not running or retrieve.done():
+                if stopping or retrieve.done():
                     _take_in(retrieve)
                     self._retrieves.remove(retrieve)
             for _ in range(len(self._undrained)):  # other threads append meanwhile
@@ -93,21 +94,13 @@ class Committer:
                 if not attempt():
                     self._undrained.append(attempt)
 
-    def _wait(self, stores: list[StoreOperation]) -> bool:
-        """Moves new stores into `stores`; waits a while for one that is new or done. False once stop() has begun."""
-        try:
-            if stores and stores[0].plan is not None:
-                # Alone, it is waited for; a new one will find it at most so much later.
-                stores[0].plan.wait(_BUSY_SECONDS)
-                new = self._stores.get_nowait()
-            else:
-                new = self._stores.get(timeout=_IDLE_SECONDS)
-            while new is not None:
-                stores.append(new)
-                new = self._stores.get_nowait()
-        except queue.Empty:
-            return True
-        return False
+    def _wait(self) -> None:
+        """Waits until the oldest store is done or one is added, and not long."""
+        oldest = self._stores[0].plan if self._stores else None
+        if oldest is not None:
+            oldest.wait(_BUSY_SECONDS)
+        elif self._wake.wait(_IDLE_SECONDS):
+            self._wake.clear()
 
 
 def _take_in(operation: Operation) -> None:

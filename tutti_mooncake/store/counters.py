@@ -41,12 +41,13 @@ class Counters:
 
 
 class Publisher:
-    """Leaves counters on the pool every few seconds, for `tutti stat`; used by one thread."""
+    """Leaves counters on the pool, for `tutti stat`, when they have changed and every few seconds at most; used by one thread at a time."""
 
     def __init__(self, read: Callable[[], dict[str, int]], write: Callable[[dict[str, int]], None]) -> None:
         self._read = read
         self._write = write
         self._next = 0.0
+        self._written: dict[str, int] | None = None
         self._failed = False
 
     def tick(self, *, now: bool = False) -> None:
@@ -54,8 +55,12 @@ class Publisher:
         if not now and time.monotonic() < self._next:
             return
         self._next = time.monotonic() + _PUBLISH_SECONDS
+        values = self._read()
+        if values == self._written:
+            return
+        self._written = values
         try:
-            self._write(self._read())
+            self._write(values)
         except OSError as error:
             if not self._failed:
                 logger.warning("the counters can't be left on the pool: %s", error)

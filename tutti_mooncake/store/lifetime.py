@@ -1,4 +1,4 @@
-"""Open stores of this process: closed before the interpreter ends, and given up by forked children.
+"""The life of a store: open, closing, closed; closed before the interpreter ends, and given up by forked children.
 
 A thread that waits in native code while the interpreter is torn down would abort the process. A forked child has none of the store's
 threads, so it can't use it; but its copies of the descriptors would keep the pool's lock after the parent's death.

@@ -22,6 +22,7 @@ from tutti_mooncake import _native
 from tutti_mooncake.config import StoreConfig, check_seconds
 from tutti_mooncake.errors import ConfigError, PoolReadOnly, Status, TensorError
 from tutti_mooncake.geometry import Geometry
+from tutti_mooncake.io.device import all_in_memory
 from tutti_mooncake.io.executor import Mover, choose_executor
 from tutti_mooncake.keys import BlockIds, Keys, as_block_ids, as_key_array, salt_mask
 from tutti_mooncake.store.admission import WriteBudget, make_admission
@@ -68,7 +69,7 @@ class LocalStore:
         self._table = table
         self._clock = clock
         self._mask = salt_mask(config.tenant_salt)
-        self.executor, self.executor_reason = choose_executor(config.executor, in_memory=all(device.in_memory for device in pool.devices))
+        self.executor, self.executor_reason = choose_executor(config.executor, in_memory=all_in_memory(pool.devices))
         self._mover = Mover(
             pool.layout,
             pool.devices,

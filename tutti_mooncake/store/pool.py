@@ -299,11 +299,17 @@ def _check_current(devices: list[DeviceFile]) -> None:
 def _check_fits(config: StoreConfig, geometry: Geometry, present: dict[str, int]) -> None:
     """Raises ConfigError or DeviceFull unless a new pool fits beside everything but the files `present` (path: bytes)."""
     plan = _plan(config, geometry)
-    for name, size in zip(config.devices, plan.device_bytes, strict=True):
+    room: dict[str | int, int] = {}
+    for name in config.devices:  # several may lie on one file system
         path = pool_path(name, config.pool)
-        room = present.get(path, 0) + (0 if is_partition(path) else shutil.disk_usage(name).free)
-        if room < size:
-            raise DeviceFull(f"{name} would have {room} bytes free and the pool needs {size} there; lower capacity or free space")
+        place = path if is_partition(path) else os.stat(name).st_dev
+        room.setdefault(place, 0 if is_partition(path) else shutil.disk_usage(name).free)
+        room[place] += present.get(path, 0)
+    for name, size in zip(config.devices, plan.device_bytes, strict=True):
+        place = name if is_partition(name) else os.stat(name).st_dev
+        if room[place] < size:
+            raise DeviceFull(f"{name} would have {room[place]} bytes free and the pool needs {size} there; lower capacity or free space")
+        room[place] -= size
 
 
 def _check_namespace(superblock: dict[str, Any], geometry: Geometry, path: str) -> None:

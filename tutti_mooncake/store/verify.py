@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from tutti_mooncake import _native
 from tutti_mooncake.errors import Status
+from tutti_mooncake.io.device import all_in_memory
 from tutti_mooncake.io.executor import FOREVER, choose_executor
 from tutti_mooncake.store.pool import Pool, Progress
 from tutti_mooncake.store.reports import VerifyReport
@@ -44,7 +45,7 @@ def verify_blocks(
     executor = _native.Executor(
         pool.layout,
         [(device.direct_fd, device.memory_align, device.offset_align) for device in pool.devices],
-        choose_executor("auto", in_memory=all(device.in_memory for device in pool.devices))[0],
+        choose_executor("auto", in_memory=all_in_memory(pool.devices))[0],
         1,
         32,
         False,

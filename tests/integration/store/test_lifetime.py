@@ -9,7 +9,9 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
 
 import pytest
 
@@ -24,6 +26,28 @@ def filled(stores: Stores, blocks: int = 40, **settings: object):  # type: ignor
     tensors.write(keys)
     store.store(keys, range(blocks)).wait(20).raise_for_status()
     return store, tensors, keys
+
+
+def writing(stores: Stores) -> LocalStore:
+    """A store with a write that hangs until its deadline, one second from now."""
+    faults = _native.FaultInjector()
+    store, tensors = stores.open(faults=faults)
+    keys = chain("hangs", 1)
+    tensors.write(keys)
+    faults.add(True, "hang", limit=1)
+    store.store(keys, [0], deadline_seconds=1)
+    return store
+
+
+@contextlib.contextmanager
+def alarm(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Calls `handler` in this thread, 0.3 s from now."""
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        yield
+    finally:
+        signal.signal(signal.SIGALRM, before)
 
 
 def test_close_waits_for_verify_and_writes_into_no_other_file(stores: Stores, tmp_path: Path) -> None:
@@ -228,12 +252,7 @@ def test_impossible_deadline_is_refused_before_anything_is_reserved(stores: Stor
 
 
 def test_a_second_close_returns_when_the_pool_has_been_given_back(stores: Stores) -> None:
-    faults = _native.FaultInjector()
-    store, tensors = stores.open(faults=faults)
-    keys = chain("two", 1)
-    tensors.write(keys)
-    faults.add(True, "hang", limit=1)
-    store.store(keys, [0], deadline_seconds=1)
+    store = writing(stores)
     first = threading.Thread(target=store.close)
     first.start()
     while not store._life.closed:
@@ -282,13 +301,8 @@ def test_a_close_that_is_interrupted_leaves_the_work_to_the_next(stores: Stores)
     scrubber = threading.Thread(target=scrub)
     scrubber.start()
     assert reading.wait(20)
-    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
-    try:
-        signal.setitimer(signal.ITIMER_REAL, 0.3)
-        with pytest.raises(KeyboardInterrupt):
-            store.close()
-    finally:
-        signal.signal(signal.SIGALRM, before)
+    with alarm(signal.default_int_handler), pytest.raises(KeyboardInterrupt):
+        store.close()
     goes_on.set()
     store.close()
     scrubber.join(20)
@@ -296,24 +310,15 @@ def test_a_close_that_is_interrupted_leaves_the_work_to_the_next(stores: Stores)
 
 
 def test_a_signal_handler_that_closes_does_not_wait_for_the_close_that_it_interrupts(stores: Stores) -> None:
-    faults = _native.FaultInjector()
-    store, tensors = stores.open(faults=faults)
-    keys = chain("handler", 1)
-    tensors.write(keys)
-    faults.add(True, "hang", limit=1)
-    store.store(keys, [0], deadline_seconds=1)
+    store = writing(stores)
     called: list[int] = []
 
     def handler(number: int, _frame: object) -> None:
         store.close()
         called.append(number)
 
-    before = signal.signal(signal.SIGALRM, handler)
-    try:
-        signal.setitimer(signal.ITIMER_REAL, 0.3)
+    with alarm(handler):
         store.close()
-    finally:
-        signal.signal(signal.SIGALRM, before)
     assert called == [signal.SIGALRM]
     stores.open()
 

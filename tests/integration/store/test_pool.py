@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import multiprocessing
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -405,6 +406,17 @@ def test_a_pool_is_not_removed_for_one_that_cannot_be_made(stores: Stores, capac
     with pytest.raises(error):
         remove_pool(stores.config(capacity=capacity), geometry())
     assert read_geometry(stores.config()) == geometry()
+
+
+def test_two_devices_on_one_file_system_share_its_room(stores: Stores, monkeypatch: pytest.MonkeyPatch) -> None:
+    stores.open()
+    stores.close_all()
+    usage = shutil.disk_usage(stores.root)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _path: usage._replace(free=24 << 20))
+    with pytest.raises(DeviceFull):  # either half fits into 24 MiB and the old pool's 15, but not both
+        remove_pool(stores.config(capacity="60MiB"), geometry())
+    assert read_geometry(stores.config()) == geometry()
+    assert len(remove_pool(stores.config(capacity="36MiB"), geometry())) == 2
 
 
 def test_a_pid_that_was_given_out_again_does_not_count_as_owner(stores: Stores) -> None:

@@ -38,10 +38,11 @@ def chain(name: object, blocks: int, shared: Sequence[bytes] = ()) -> list[bytes
 
 
 class PatternTensors:
-    """KV tensors with `blocks` engine blocks; `align_offset` bytes off a 4 KiB boundary."""
+    """KV tensors of one rank with `blocks` engine blocks; `align_offset` bytes off a 4 KiB boundary."""
 
-    def __init__(self, geometry: Geometry, blocks: int, align_offset: int = 0) -> None:
+    def __init__(self, geometry: Geometry, blocks: int, align_offset: int = 0, rank: int = 0) -> None:
         self.geometry = geometry
+        self.rank = rank
         self.blocks = blocks
         size = geometry.objects_per_block * blocks * geometry.object_bytes
         self._memory = torch.zeros(size + 8192, dtype=torch.uint8)
@@ -51,7 +52,7 @@ class PatternTensors:
         self.tensors = [self._view[index] for index in range(geometry.objects_per_block)]
 
     def _pattern(self, key: bytes) -> torch.Tensor:
-        seed = int.from_bytes(hashlib.sha256(b"pattern" + key).digest()[:8], "little")
+        seed = int.from_bytes(hashlib.sha256(b"pattern%d" % self.rank + key).digest()[:8], "little")
         shape = (self.geometry.objects_per_block, self.geometry.object_bytes)
         return torch.from_numpy(np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8))
 

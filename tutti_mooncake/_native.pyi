@@ -68,9 +68,14 @@ class SlotTable:
         Loads every valid record into `table`; returns counts by kind of record.
         """
 
-    def commit(self, table: BlockTable, plan: Plan, positions: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)], first_sum: int, created: int) -> Annotated[NDArray[numpy.uint8], dict(shape=(None,))]:
+    def write_sums(self, plan: Plan, positions: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)], first_sum: int) -> Annotated[NDArray[numpy.uint8], dict(shape=(None,))]:
         """
-        Writes checksums and record of blocks of a finished write plan; one status per position.
+        Writes the checksums of blocks of a finished write plan; one status per position.
+        """
+
+    def commit(self, table: BlockTable, slots: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)], created: int) -> Annotated[NDArray[numpy.uint8], dict(shape=(None,))]:
+        """
+        Writes the records of blocks whose bytes and checksums are on the device; one status per slot.
         """
 
     def write(self, table: BlockTable, slots: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)], resident: bool) -> int:
@@ -191,7 +196,7 @@ class Executor:
 
     def __init__(self, layout: Layout, devices: Sequence[tuple[int, int, int]], kind: str, lanes: int, queue_depth: int, register_buffers: bool, table: SlotTable, faults: FaultInjector | None) -> None: ...
 
-    def start(self, bases: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)], strides: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)], blocks: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> None: ...
+    def start(self, bases: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)], strides: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)], blocks: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)], groups: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> None: ...
 
     def submit(self, write: bool, slots: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)], generations: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)], rots: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu', writable=False)], blocks: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)], deadline_seconds: float) -> Plan: ...
 

@@ -1,4 +1,4 @@
-"""Settings of a store: one validated tree with the same names in Python, environment (TUTTI_<NAME>) and connector options."""
+"""Settings of a store and of an engine's connector, with the same names in Python, environment (TUTTI_<NAME>) and connector options."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import difflib
 import logging
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -29,6 +29,8 @@ _CHOICES = {
     "durability": ("none", "data", "flush"),
     "executor": ("auto", "uring", "posix"),
     "admission": ("all", "second_touch"),
+    "load": ("auto", "layerwise", "asynchronous"),
+    "load_threshold": ("measured", "none"),
 }
 ENVIRONMENT_PREFIX = "TUTTI_"
 _LONGEST_TTL_SECONDS = 10 * 366 * 86400
@@ -108,9 +110,7 @@ class StoreConfig:
             if size < 0:
                 raise ConfigError(f"{name}: {size} is negative")
             object.__setattr__(self, name, size)
-        for name, choices in _CHOICES.items():
-            if getattr(self, name) not in choices:
-                raise ConfigError(f"{name}: {getattr(self, name)!r} is none of {', '.join(choices)}")
+        _check_choices(self)
         if not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", self.pool):
             raise ConfigError(f"pool: {self.pool!r} must be 1 to 64 letters, digits, dots, dashes or underscores")
         if not 1 <= self.queue_depth <= 1024:
@@ -143,26 +143,80 @@ class StoreConfig:
 
         Raises ConfigError for unknown names (with the nearest known one) and for values of the wrong type.
         """
-        known = {field.name: field for field in fields(cls)}
-        for name in values:
-            if name not in known:
-                near = difflib.get_close_matches(name, known, n=1)
-                hint = f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(known)}"
-                raise ConfigError(f"unknown setting {name!r}{hint}")
-        environment = os.environ if environment is None else environment
-        merged: dict[str, Any] = {
-            name: environment[ENVIRONMENT_PREFIX + name.upper()] for name in known if ENVIRONMENT_PREFIX + name.upper() in environment
-        }
-        for name in environment:
-            setting = name.removeprefix(ENVIRONMENT_PREFIX).lower()
-            if name.startswith(ENVIRONMENT_PREFIX) and setting not in known:
-                near = difflib.get_close_matches(setting, known, n=1)
-                hint = f"; did you mean {ENVIRONMENT_PREFIX}{near[0].upper()}?" if near else ""
-                logger.warning("the environment has %s, which is no setting and is ignored%s", name, hint)
-        merged.update(values)
-        if "devices" not in merged:
-            raise ConfigError("devices is missing: name at least one directory or partition, for example /mnt/nvme0/tutti")
-        return cls(**{name: _typed(name, str(known[name].type), value) for name, value in merged.items()})
+        (merged,) = _merge((cls,), values, environment)
+        return cls(**_with_devices(merged))
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Settings of an engine's connector. Raises ConfigError for values that can't be.
+
+    load                        layerwise = each layer waits for its own part, in the step that computes the rest; asynchronous = the
+                                request is computed once its load has ended; auto = whichever is expected to delay nobody
+    load_threshold              measured = load only what is expected to be slower to compute; none = load every hit
+    breaker_failures            so many failed loads (or stores) in a row, and the store is left alone for a while
+    breaker_wait_seconds        how long at first; doubled up to a minute while it goes on failing
+    """
+
+    load: str = "auto"
+    load_threshold: str = "measured"
+    breaker_failures: int = 3
+    breaker_wait_seconds: float = 1.0
+
+    def __post_init__(self) -> None:
+        _check_choices(self)
+        if not 1 <= self.breaker_failures <= 1000:
+            raise ConfigError(f"breaker_failures: {self.breaker_failures} is not between 1 and 1000")
+        check_seconds("breaker_wait_seconds", self.breaker_wait_seconds, positive=True)
+
+    def as_dict(self) -> dict[str, Any]:
+        """All settings by name."""
+        return asdict(self)
+
+
+def read_settings(values: Mapping[str, Any], environment: Mapping[str, str] | None = None) -> tuple[StoreConfig, EngineConfig]:
+    """Both parts from one mapping, as `StoreConfig.from_mapping` reads one."""
+    store, engine = _merge((StoreConfig, EngineConfig), values, environment)
+    return StoreConfig(**_with_devices(store)), EngineConfig(**engine)
+
+
+def _merge(kinds: Sequence[type[Any]], values: Mapping[str, Any], environment: Mapping[str, str] | None) -> list[dict[str, Any]]:
+    """What is set, by kind of settings: `values` before the environment."""
+    types = [{field.name: str(field.type) for field in fields(kind)} for kind in kinds]
+    known = [name for names in types for name in names]
+    for name in values:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(known)}"
+            raise ConfigError(f"unknown setting {name!r}{hint}")
+    environment = os.environ if environment is None else environment
+    _warn_of_unknown(environment)
+    merged = {name: environment[ENVIRONMENT_PREFIX + name.upper()] for name in known if ENVIRONMENT_PREFIX + name.upper() in environment}
+    merged.update(values)
+    return [{name: _typed(name, names[name], merged[name]) for name in names if name in merged} for names in types]
+
+
+def _warn_of_unknown(environment: Mapping[str, str]) -> None:
+    known = [field.name for kind in (StoreConfig, EngineConfig) for field in fields(kind)]
+    for name in environment:
+        setting = name.removeprefix(ENVIRONMENT_PREFIX).lower()
+        if name.startswith(ENVIRONMENT_PREFIX) and setting not in known:
+            near = difflib.get_close_matches(setting, known, n=1)
+            hint = f"; did you mean {ENVIRONMENT_PREFIX}{near[0].upper()}?" if near else ""
+            logger.warning("the environment has %s, which is no setting and is ignored%s", name, hint)
+
+
+def _with_devices(merged: dict[str, Any]) -> dict[str, Any]:
+    if "devices" not in merged:
+        raise ConfigError("devices is missing: name at least one directory or partition, for example /mnt/nvme0/tutti")
+    return merged
+
+
+def _check_choices(settings: StoreConfig | EngineConfig) -> None:
+    for field in fields(settings):
+        choices = _CHOICES.get(field.name)
+        if choices is not None and getattr(settings, field.name) not in choices:
+            raise ConfigError(f"{field.name}: {getattr(settings, field.name)!r} is none of {', '.join(choices)}")
 
 
 def _typed(name: str, kind: str, value: Any) -> Any:

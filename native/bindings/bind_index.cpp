@@ -75,26 +75,32 @@ nb::dict scan(SlotTable& slots, BlockTable& table) {
   return result;
 }
 
-// Records of blocks whose bytes are durable: checksums first, then the record. Status per position.
-Out<uint8_t> commit(SlotTable& slots, BlockTable& table, const Plan& plan, const In<uint32_t>& positions,
-                    uint32_t first_sum, uint32_t created) {
+// Checksums that one rank's write plan has computed. Status per position.
+Out<uint8_t> write_sums(const SlotTable& slots, const Plan& plan, const In<uint32_t>& positions, uint32_t first_sum) {
   std::vector<uint8_t> statuses;
   {
     const nb::gil_scoped_release release;
     for (const uint32_t position : to_span(positions)) {
-      const uint32_t slot = plan.slots[position];
       const std::span<const uint64_t> sums(plan.sums.data() + static_cast<size_t>(position) * plan.objects,
                                            plan.objects);
-      Status status = slots.write_sums(slot, first_sum, sums);
-      if (status == Status::Ok) {
-        SlotRecord record = table.record_of(slot, RecordState::Resident);
-        record.created = created;
-        // Looked at after the snapshot: a block whose parent went has lost its place in the tree, and must not come
-        // back as a root.
-        const bool alive = table.state_of(slot) == SlotState::Writing;
-        status = alive ? slots.write_record(record) : Status::Rejected;
-      }
-      statuses.push_back(static_cast<uint8_t>(status));
+      statuses.push_back(static_cast<uint8_t>(slots.write_sums(plan.slots[position], first_sum, sums)));
+    }
+  }
+  return to_numpy(std::move(statuses));
+}
+
+// Records of blocks whose bytes and checksums are durable. Status per slot.
+Out<uint8_t> commit(const SlotTable& slots, const BlockTable& table, const In<uint32_t>& which, uint32_t created) {
+  std::vector<uint8_t> statuses;
+  {
+    const nb::gil_scoped_release release;
+    for (const uint32_t slot : to_span(which)) {
+      SlotRecord record = table.record_of(slot, RecordState::Resident);
+      record.created = created;
+      // Looked at after the snapshot: a block whose parent went has lost its place in the tree, and must not come
+      // back as a root.
+      const bool alive = table.state_of(slot) == SlotState::Writing;
+      statuses.push_back(static_cast<uint8_t>(alive ? slots.write_record(record) : Status::Rejected));
     }
   }
   return to_numpy(std::move(statuses));
@@ -166,9 +172,10 @@ void bind_index(nb::module_& module) {
       .def(nb::init<int, uint64_t, uint64_t, uint64_t, uint32_t, uint64_t>(), nb::arg("fd"), nb::arg("records_offset"),
            nb::arg("sums_offset"), nb::arg("slots"), nb::arg("sums_per_slot"), nb::arg("pool"))
       .def("scan", &scan, nb::arg("table"), "Loads every valid record into `table`; returns counts by kind of record.")
-      .def("commit", &commit, nb::arg("table"), nb::arg("plan"), nb::arg("positions"), nb::arg("first_sum"),
-           nb::arg("created"),
-           "Writes checksums and record of blocks of a finished write plan; one status per position.")
+      .def("write_sums", &write_sums, nb::arg("plan"), nb::arg("positions"), nb::arg("first_sum"),
+           "Writes the checksums of blocks of a finished write plan; one status per position.")
+      .def("commit", &commit, nb::arg("table"), nb::arg("slots"), nb::arg("created"),
+           "Writes the records of blocks whose bytes and checksums are on the device; one status per slot.")
       .def("write", &write_records, nb::arg("table"), nb::arg("slots"), nb::arg("resident"),
            "Rewrites records, as resident or as free; the first status that isn't OK.")
       .def("save_recency", &save_recency, nb::arg("table"),

@@ -24,8 +24,8 @@ Clock::time_point after(double seconds) {
 std::shared_ptr<Plan> submit(Executor& executor, bool write, const In<uint32_t>& slots, const In<uint32_t>& generations,
                              const In<uint8_t>& rots, const In<uint32_t>& blocks, double deadline_seconds) {
   const size_t n = slots.shape(0);
-  if (generations.shape(0) != n || rots.shape(0) != n || blocks.shape(0) != n) {
-    throw nb::value_error("slots, generations, rots and blocks must have one entry per block");
+  if (generations.shape(0) != n || rots.shape(0) != n) {
+    throw nb::value_error("slots, generations and rots must have one entry per block");
   }
   const nb::gil_scoped_release release;
   return executor.submit(write ? Direction::Write : Direction::Read, to_vector(slots), to_vector(generations),
@@ -180,15 +180,16 @@ void bind_io(nb::module_& module) {
           nb::keep_alive<1, 9>())
       .def(
           "start",
-          [](Executor& executor, const In<uint64_t>& bases, const In<uint64_t>& strides, const In<uint64_t>& blocks) {
+          [](Executor& executor, const In<uint64_t>& bases, const In<uint64_t>& strides, const In<uint64_t>& blocks,
+             const In<uint32_t>& groups) {
             std::vector<TensorRegion> regions;
             for (size_t i = 0; i < bases.shape(0); ++i) {
-              regions.push_back({bases.data()[i], strides.data()[i], blocks.data()[i]});
+              regions.push_back({bases.data()[i], strides.data()[i], blocks.data()[i], groups.data()[i]});
             }
             const nb::gil_scoped_release release;
             executor.start(std::move(regions));
           },
-          nb::arg("bases"), nb::arg("strides"), nb::arg("blocks"))
+          nb::arg("bases"), nb::arg("strides"), nb::arg("blocks"), nb::arg("groups"))
       .def("submit", &submit, nb::arg("write"), nb::arg("slots"), nb::arg("generations"), nb::arg("rots"),
            nb::arg("blocks"), nb::arg("deadline_seconds"))
       .def(

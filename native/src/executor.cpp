@@ -61,6 +61,9 @@ void Executor::start(std::vector<TensorRegion> regions) {
     throw std::invalid_argument("executor: tensors must be registered once, one per object index");
   }
   regions_ = std::move(regions);
+  for (const auto& region : regions_) {
+    groups_ = std::max(groups_, region.group + 1);
+  }
   staged_.assign(static_cast<size_t>(layout_.objects) * devices_.size(), 0);
   for (uint32_t object = 0; object < layout_.objects; ++object) {
     for (uint32_t device = 0; device < devices_.size(); ++device) {
@@ -135,6 +138,9 @@ std::shared_ptr<Plan> Executor::submit(Direction direction, std::vector<uint32_t
   if (!started() || stopping()) {
     throw std::runtime_error("executor: not running");
   }
+  if (blocks.size() != slots.size() * groups_) {
+    throw std::invalid_argument("executor: blocks must have one entry per slot and group of layers");
+  }
   auto plan = std::make_shared<Plan>(direction, layout_, std::move(slots), std::move(generations), std::move(rots),
                                      std::move(blocks), deadline);
   if (plan->blocks() != 0) {
@@ -206,7 +212,8 @@ void Executor::fill(Iocb& iocb, const std::shared_ptr<Plan>& plan, uint64_t firs
     }
     const Address address = layout_.address(plan->slots[item.block], plan->rots[item.block], item.object);
     const TensorRegion& region = regions_[item.object];
-    const uint64_t memory = region.base + plan->engine_blocks[item.block] * region.stride;
+    const uint32_t engine_block = plan->engine_block(region.group, item.block);
+    const uint64_t memory = engine_block == kNoEngineBlock ? 0 : region.base + engine_block * region.stride;
     uint32_t buffer = kNoBuffer;
     const auto range = std::upper_bound(ranges_.begin(), ranges_.end(), std::make_pair(memory, UINT64_MAX));
     if (range != ranges_.begin() && memory + layout_.payload_bytes <= std::prev(range)->second) {
@@ -330,6 +337,10 @@ bool Executor::begin(Iocb& iocb, uint16_t index, unsigned char* staging, Transfe
   const Item item = plan->item(iocb.header.first_item + index);
   if (plan->skip(item.block)) {
     end_item(iocb, *plan, item, index, Status::Cancelled);
+    return false;
+  }
+  if (context.descriptor_lo == 0) {  // no engine block: nothing to read
+    end_item(iocb, *plan, item, index, Status::Ok);
     return false;
   }
   transfer = Transfer{};

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
 import os
 import shutil
 import stat
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,6 +19,7 @@ from tutti_mooncake import _native
 from tutti_mooncake.errors import DeviceFull, DeviceUnavailable
 
 CONSERVATIVE_ALIGNMENT = 4096
+_FLOCK = "hhqqi4x"  # struct flock: type, whence, start, length (0 = to the end), pid
 IN_MEMORY_ALIGNMENT = 1  # of files that the processor copies, as on tmpfs
 
 
@@ -62,6 +65,19 @@ class DeviceFile:
         """Takes the single-owner lock; False when another open descriptor holds it."""
         return try_lock(self.buffered_fd)
 
+    def use(self, user: str) -> None:
+        """Marks the device as used by somebody named `user`, besides its owner, until the descriptors are closed."""
+        fcntl.fcntl(self.buffered_fd, fcntl.F_OFD_SETLK, _range_lock(fcntl.F_RDLCK, _byte_of(user), 1))
+
+    def used_by_others(self, user: str) -> bool:
+        """Whether somebody with another name than `user` uses the device."""
+        mine = _byte_of(user)
+        return any(
+            struct.unpack(_FLOCK, fcntl.fcntl(self.buffered_fd, fcntl.F_OFD_GETLK, _range_lock(fcntl.F_WRLCK, first, length)))[0]
+            != fcntl.F_UNLCK
+            for first, length in ((0, mine), (mine + 1, 0))
+        )
+
     def is_current(self) -> bool:
         """False when `path` names another file by now, or none: whoever locked this one then holds nothing."""
         try:
@@ -77,6 +93,15 @@ class DeviceFile:
             if descriptor >= 0:
                 os.close(descriptor)
         self.direct_fd = self.buffered_fd = -1
+
+
+def _byte_of(user: str) -> int:
+    """The byte whose lock stands for a user; files have no bytes there, which locks don't need."""
+    return 1 + int.from_bytes(hashlib.sha256(user.encode()).digest()[:7], "little")
+
+
+def _range_lock(kind: int, first: int, length: int) -> bytes:
+    return struct.pack(_FLOCK, kind, os.SEEK_SET, first, length, 0)
 
 
 def all_in_memory(devices: Sequence[DeviceFile]) -> bool:

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tutti_mooncake import _native
-from tutti_mooncake.errors import DeviceUnavailable, TensorError
+from tutti_mooncake.errors import DeviceUnavailable, Status, TensorError
 from tutti_mooncake.geometry import Geometry
 from tutti_mooncake.io.device import DeviceFile, all_in_memory
 
@@ -65,8 +65,12 @@ class Mover:
         queue_depth: int,
         register_buffers: bool,
         slot_table: _native.SlotTable,
+        first_sum: int,
         faults: _native.FaultInjector | None = None,
     ) -> None:
+        """`first_sum`: position of the rank's first checksum among those of a slot."""
+        self._slot_table = slot_table
+        self._first_sum = first_sum
         self._executor = _native.Executor(
             layout,
             [(device.direct_fd, device.memory_align, device.offset_align) for device in devices],
@@ -86,8 +90,11 @@ class Mover:
         """True once register() has succeeded."""
         return bool(self._tensors)
 
-    def register(self, tensors: Sequence[torch.Tensor], geometry: Geometry) -> None:
-        """Takes one CPU tensor per object index; keeps a reference. Raises TensorError naming the first that doesn't fit."""
+    def register(self, tensors: Sequence[torch.Tensor], geometry: Geometry, groups: Sequence[int] | None = None) -> None:
+        """Takes one CPU tensor per object index; keeps a reference. Raises TensorError naming the first that doesn't fit.
+
+        `groups`: which of the engine's block tables each object follows (default: one table for all).
+        """
         if self.registered:
             raise TensorError("KV tensors are registered already; a store serves one set of tensors")
         if len(tensors) != geometry.objects_per_block:
@@ -100,13 +107,14 @@ class Mover:
         blocks = {int(tensor.shape[0]) for tensor in tensors}
         if len(blocks) != 1:
             raise TensorError(f"tensors have different numbers of blocks: {sorted(blocks)}")
-        if len({tensor.data_ptr() for tensor in tensors}) != len(tensors):
+        groups = [0] * len(tensors) if groups is None else groups
+        if len({(tensor.data_ptr(), group) for tensor, group in zip(tensors, groups, strict=True)}) != len(tensors):
             raise TensorError("the same memory is given for two objects; each object index needs a tensor of its own")
         bases = np.array([tensor.data_ptr() for tensor in tensors], dtype=np.uint64)
         strides = np.array([tensor.stride(0) * tensor.element_size() for tensor in tensors], dtype=np.uint64)
         self.blocks = blocks.pop()
         try:
-            self._executor.start(bases, strides, np.full(len(tensors), self.blocks, dtype=np.uint64))
+            self._executor.start(bases, strides, np.full(len(tensors), self.blocks, dtype=np.uint64), np.asarray(groups, dtype=np.uint32))
         except RuntimeError as error:
             raise DeviceUnavailable(
                 f"the I/O threads can't start: {error}; raise the limits of open files and memory, or lower lanes"
@@ -133,6 +141,13 @@ class Mover:
     ) -> _native.Plan:
         """Enqueues a plan and returns at once. Not to be called once stop() has begun: the store's lock sees to that."""
         return self._executor.submit(write, slots, generations, rots, blocks, deadline_seconds)
+
+    def seal(self, plan: _native.Plan) -> npt.NDArray[np.uint8]:
+        """Writes the checksums of a write plan that is done; its statuses."""
+        statuses = plan.statuses()
+        written = np.flatnonzero(statuses == Status.OK).astype(np.uint32)
+        statuses[written] = self._slot_table.write_sums(plan, written, self._first_sum)
+        return statuses
 
     def stop(self, grace_seconds: float) -> None:
         """Ends running plans after at most `grace_seconds`, joins the lanes and lets the tensors go."""

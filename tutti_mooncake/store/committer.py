@@ -16,8 +16,8 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from tutti_mooncake import _native
 from tutti_mooncake.io.executor import FOREVER
+from tutti_mooncake.store.moves import PlanLike
 from tutti_mooncake.store.operations import Operation, RetrieveOperation, StoreOperation
 
 logger = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ class Committer:
         """Takes over a running retrieve."""
         self._retrieves.append(operation)
 
-    def when_drained(self, plan: _native.Plan, action: Callable[[], None]) -> None:
+    def when_drained(self, plan: PlanLike, action: Callable[[], None]) -> None:
         """Calls `action` once no I/O of the plan can touch its memory any more: now, or in the thread."""
 
         def attempt() -> bool:

@@ -31,6 +31,7 @@ from tutti_mooncake.store.counters import Counters, Publisher
 from tutti_mooncake.store.leases import Leases
 from tutti_mooncake.store.lifetime import Lifetime, track
 from tutti_mooncake.store.listing import NO_SLOT, list_blocks
+from tutti_mooncake.store.moves import MoverLike
 from tutti_mooncake.store.operations import Operation, RetrieveOperation, StoreOperation
 from tutti_mooncake.store.pool import Pool, Progress
 from tutti_mooncake.store.recovery import recover
@@ -61,6 +62,7 @@ class LocalStore:
         *,
         faults: _native.FaultInjector | None,
         clock: Callable[[], float],
+        mover: MoverLike | None,
     ) -> None:
         self.config = config
         self.geometry = pool.geometry
@@ -70,7 +72,7 @@ class LocalStore:
         self._clock = clock
         self._mask = salt_mask(config.tenant_salt)
         self.executor, self.executor_reason = choose_executor(config.executor, in_memory=all_in_memory(pool.devices))
-        self._mover = Mover(
+        self._mover: MoverLike = mover or Mover(
             pool.layout,
             pool.devices,
             kind=self.executor,
@@ -78,6 +80,7 @@ class LocalStore:
             queue_depth=config.queue_depth,
             register_buffers=config.register_buffers,
             slot_table=pool.slot_table,
+            first_sum=pool.first_sum,
             faults=faults,
         )
         self._admission = make_admission(config.admission)
@@ -106,18 +109,21 @@ class LocalStore:
         progress: Progress | None = None,
         faults: _native.FaultInjector | None = None,
         clock: Callable[[], float] = time.time,
+        mover: MoverLike | None = None,
+        user: str = "",
     ) -> LocalStore:
         """Opens the pool, or allocates it when it isn't there and `create`; recovers what is on it.
 
-        `progress(done_bytes, total_bytes)` follows a prewrite. `faults` and `clock` are the seams that tests use.
+        `progress(done_bytes, total_bytes)` follows a prewrite. `faults` and `clock` are the seams that tests use. `mover`: who moves the
+        bytes in place of this process (`RankedMover`), whose ranks have opened the pool as `user`; nothing is registered here then.
         Raises ConfigError, NamespaceMismatch, PoolLocked, PoolCorrupt, PoolMissing, FormatVersionError, DeviceFull, DeviceUnavailable.
         """
         if not isinstance(config, StoreConfig) or not isinstance(geometry, Geometry):
             raise ConfigError(f"open takes a StoreConfig and a Geometry, not {type(config).__name__} and {type(geometry).__name__}")
-        pool = Pool.open(config, geometry, rank=rank, create=create, progress=progress)
+        pool = Pool.open(config, geometry, rank=rank, create=create, progress=progress, user=user)
         try:
             table, report = recover(pool, int(clock()), read_only=config.read_only)
-            return cls(pool, table, config, report, faults=faults, clock=clock)
+            return cls(pool, table, config, report, faults=faults, clock=clock, mover=mover)
         except BaseException:
             pool.close()
             raise
@@ -127,6 +133,8 @@ class LocalStore:
     def register(self, tensors: Sequence[torch.Tensor]) -> None:
         """Takes the engine's KV tensors, one per object index; keeps a reference until close(). Raises TensorError."""
         self._life.check_open()
+        if not isinstance(self._mover, Mover):
+            raise TensorError("other processes move this store's bytes; each registers its own tensors")
         self._mover.register(tensors, self.geometry)
 
     # --- lookups ---
@@ -430,7 +438,7 @@ class LocalStore:
     def _finish_store(self, operation: Operation) -> None:
         plan = operation.plan
         assert plan is not None
-        statuses = plan.statuses()
+        statuses = self._mover.seal(plan)
         flush = self.config.durability == "flush"
         if isinstance(operation, StoreOperation) and operation.parent is not None and not operation.parent.done():
             statuses[statuses == Status.OK] = Status.TIMEOUT
@@ -441,7 +449,7 @@ class LocalStore:
         unusable = [self._table.abort(operation.slots[statuses != Status.OK])]
         written = np.flatnonzero(statuses == Status.OK).astype(np.uint32)
         if len(written):
-            statuses[written] = self._pool.slot_table.commit(self._table, plan, written, self._pool.first_sum, self._now())
+            statuses[written] = self._pool.slot_table.commit(self._table, operation.slots[written], self._now())
             if flush and (flushed := self._pool.flush_records()) != Status.OK:
                 statuses[written] = flushed
             unusable.append(self._table.abort(operation.slots[written[statuses[written] != Status.OK]]))

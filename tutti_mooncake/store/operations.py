@@ -14,7 +14,7 @@ import numpy.typing as npt
 from tutti_mooncake.errors import OperationFailed, Status, TensorError
 
 if TYPE_CHECKING:
-    from tutti_mooncake import _native
+    from tutti_mooncake.store.moves import PlanLike
 
 _NOT_FAILURES = (Status.OK, Status.EXISTS, Status.REJECTED)
 
@@ -63,7 +63,7 @@ class Operation:
         self,
         statuses: npt.NDArray[np.uint8],
         positions: npt.NDArray[np.uint32],
-        plan: _native.Plan | None,
+        plan: PlanLike | None,
         payload_bytes_per_block: int,
         finish: Callable[[Operation], None],
     ) -> None:

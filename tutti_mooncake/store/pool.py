@@ -39,6 +39,7 @@ Progress = Callable[[int, int], None]
 _MEBIBYTE = 1 << 20
 _RECORD_BYTES = 128
 _CREATION_WAIT_SECONDS = 5.0
+_RANKS_WAIT_SECONDS = 5.0
 _PREWRITE_CHUNK = 4 * _MEBIBYTE
 
 
@@ -154,39 +155,50 @@ class Pool:
         rank: int = 0,
         create: bool = True,
         progress: Progress | None = None,
+        owner: bool = True,
+        user: str = "",
     ) -> Pool:
-        """Opens the pool, or makes it. Raises the errors named in LocalStore.open."""
+        """Opens the pool, or makes it. Raises the errors named in LocalStore.open.
+
+        `owner`: the one who decides what lies where; others (ranks) move bytes for him. `user`: a name that an owner and his ranks share;
+        nobody becomes owner while ranks of another name have the pool open.
+        """
         if not 0 <= rank < geometry.tp_size:
             raise ConfigError(f"rank {rank} is outside tp_size {geometry.tp_size}")
         paths = [pool_path(device, config.pool) for device in config.devices]
         try:
-            return cls._open_checked(paths, config, geometry, rank, progress=None, create=False)
+            return cls._open_checked(paths, config, geometry, rank, None, owner, user)
         except PoolMissing:
             if not create or config.read_only:
                 raise
         with _creation_lock(config.devices[0]):  # held until the pool's own lock is
-            return cls._open_checked(paths, config, geometry, rank, progress=progress, create=True)
+            return cls._open_checked(paths, config, geometry, rank, progress, owner, user, create=True)
 
     @classmethod
     def _open_checked(
-        cls, paths: list[str], config: StoreConfig, geometry: Geometry, rank: int, *, progress: Progress | None, create: bool
+        cls,
+        paths: list[str],
+        config: StoreConfig,
+        geometry: Geometry,
+        rank: int,
+        progress: Progress | None,
+        owner: bool,
+        user: str,
+        *,
+        create: bool = False,
     ) -> Pool:
         devices = _open_all(paths, config, geometry, create=create, progress=progress)
         try:
-            return cls._check(config, geometry, rank, devices)
+            if not config.read_only:
+                _own(devices[0], user) if owner else devices[0].use(user)
+            return cls._check(config, geometry, rank, devices, repair=owner and not config.read_only)
         except BaseException:
             for device in devices:
                 device.close()
             raise
 
     @classmethod
-    def _check(cls, config: StoreConfig, geometry: Geometry, rank: int, devices: list[DeviceFile]) -> Pool:
-        if not config.read_only and not devices[0].lock():
-            owner = on_disk.read_state(devices[0].buffered_fd)
-            raise PoolLocked(
-                f"{devices[0].path} is owned by process {owner.get('pid', 'unknown')} on {owner.get('host', 'unknown host')}; "
-                "stop it, or open the pool read-only"
-            )
+    def _check(cls, config: StoreConfig, geometry: Geometry, rank: int, devices: list[DeviceFile], *, repair: bool) -> Pool:
         _check_current(devices)
         superblocks = [on_disk.read_superblock(device.buffered_fd, device.path) for device in devices]
         first = superblocks[0]
@@ -211,7 +223,7 @@ class Pool:
         if int(first["device_count"]) != len(devices):
             raise PoolCorrupt(f"pool {first['pool_id']} has {first['device_count']} devices, {len(devices)} were named")
         repaired = 0
-        if not config.read_only:
+        if repair:
             repaired = sum(
                 on_disk.repair_superblock(d.buffered_fd, values) for d, values in zip(devices, superblocks, strict=True) if values
             )
@@ -288,6 +300,21 @@ def read_geometry(config: StoreConfig) -> Geometry:
     if values is None:
         raise PoolMissing(f"{device.path} has no superblock; `tutti init` makes a pool")
     return Geometry.from_dict(values["geometry"])
+
+
+def _own(device: DeviceFile, user: str) -> None:
+    """Takes the owner's lock. Raises PoolLocked when somebody else has it, or when ranks of another user stay for some seconds."""
+    if not device.lock():
+        owner = on_disk.read_state(device.buffered_fd)
+        raise PoolLocked(
+            f"{device.path} is owned by process {owner.get('pid', 'unknown')} on {owner.get('host', 'unknown host')}; "
+            "stop it, or open the pool read-only"
+        )
+    end = time.monotonic() + _RANKS_WAIT_SECONDS
+    while device.used_by_others(user):
+        if time.monotonic() > end:
+            raise PoolLocked(f"{device.path} is still used by worker processes of another engine; stop them, or open the pool read-only")
+        time.sleep(0.02)
 
 
 def _check_current(devices: list[DeviceFile]) -> None:

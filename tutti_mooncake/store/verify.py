@@ -56,6 +56,7 @@ def verify_blocks(
         np.array([base + i * size for i in range(objects)], dtype=np.uint64),
         np.full(objects, objects * size, dtype=np.uint64),
         np.full(objects, batch, dtype=np.uint64),
+        np.zeros(objects, dtype=np.uint32),
     )
     total, checked, bad_blocks, first = int(table.counts()["resident"]), 0, 0, 0
     reasons: dict[str, int] = {}

@@ -35,11 +35,13 @@ struct DeviceFile {
   uint32_t offset_align = 1;  // and of offsets and lengths
 };
 
-// Where object i of every engine block lies in host memory: base + block*stride, payload_bytes long.
+// Where object i of every engine block lies in host memory: base + block*stride, payload_bytes long. `group`: which of
+// the engine's block tables its layer follows.
 struct TensorRegion {
   uint64_t base = 0;
   uint64_t stride = 0;
   uint64_t blocks = 0;
+  uint32_t group = 0;
 };
 
 struct ExecutorOptions {
@@ -129,6 +131,7 @@ class Executor {
   const SlotTable* table_;
   FaultInjector* faults_;
   std::vector<TensorRegion> regions_;
+  uint32_t groups_ = 1;
   std::vector<uint8_t> staged_;  // per object and device: needs staging memory
   std::vector<std::pair<uint64_t, uint64_t>> ranges_;
   Ring ring_;

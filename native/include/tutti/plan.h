@@ -28,6 +28,9 @@ using Clock = std::chrono::steady_clock;
 // A larger command brings nothing more on the drives measured.
 inline constexpr uint64_t kRunBytes = 512 << 10;
 
+// An engine block that isn't there: the layers of its group are left out of a read.
+inline constexpr uint32_t kNoEngineBlock = 0xFFFFFFFFU;
+
 struct Item {
   uint32_t block;   // position in the plan
   uint32_t object;  // kv_factor*layer + kv
@@ -35,7 +38,8 @@ struct Item {
 
 class Plan : public std::enable_shared_from_this<Plan> {
  public:
-  // All vectors have one entry per block. `deadline` of time_point::max() = none.
+  // All vectors have one entry per block; `engine_blocks` has that many for each group of layers, group by group.
+  // `deadline` of time_point::max() = none.
   Plan(Direction direction, const Layout& layout, std::vector<uint32_t> slots, std::vector<uint32_t> generations,
        std::vector<uint8_t> rots, std::vector<uint32_t> engine_blocks, Clock::time_point deadline);
 
@@ -48,6 +52,9 @@ class Plan : public std::enable_shared_from_this<Plan> {
       return {static_cast<uint32_t>(within / group.width), static_cast<uint32_t>(group.first + within % group.width)};
     }
     return {static_cast<uint32_t>(index / objects), static_cast<uint32_t>(index % objects)};
+  }
+  [[nodiscard]] uint32_t engine_block(uint32_t group, uint32_t block) const noexcept {
+    return engine_blocks[static_cast<size_t>(group) * blocks() + block];
   }
   // Checksum of an object: expected (read) or computed (write).
   uint64_t& sum(Item item) noexcept { return sums[static_cast<uint64_t>(item.block) * objects + item.object]; }

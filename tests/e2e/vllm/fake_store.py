@@ -1,6 +1,4 @@
-"""A store whose operations end when the test says so, for the connector's halves without an engine and without a
-disk.
-"""
+"""A store and a rank's mover whose moves end when the test says so, for the connector's halves without an engine and without a disk."""
 
 from __future__ import annotations
 
@@ -12,39 +10,34 @@ from typing import Any
 import numpy as np
 
 from tutti_mooncake import Result, Status
-from tutti_mooncake.connectors.vllm.registry import EngineStore, StoreId
+from tutti_mooncake.config import EngineConfig
+from tutti_mooncake.connectors.vllm.policy import LoadPolicy
+from tutti_mooncake.connectors.vllm.registry import EngineStore
+from tutti_mooncake.schedule import LoadCost
+from tutti_mooncake.store.moves import Move, MoveReport, RankedMover
+
+
+def move(blocks: Sequence[int], move_id: int = 1, *, write: bool = False) -> Move:
+    """A move of engine blocks; where they lie on disk is of no account here."""
+    words = np.array(blocks, dtype=np.uint32)
+    return Move(move_id, write, words, words, words.astype(np.uint8), words, -1.0)
 
 
 @dataclass
 class FakeOperation:
-    """Runs until `end` is called; drained from `drain` on, which `end` calls unless told otherwise."""
+    """Ends as its plan does."""
 
     keys: list[bytes]
     block_ids: list[int]
-    parent: bytes | None = None
-    statuses: list[Status] | None = None
-    is_drained: bool = False
-    cancelled: bool = False
-
-    def end(self, *statuses: Status, drained: bool = True) -> None:
-        self.statuses = list(statuses) or [Status.OK] * len(self.keys)
-        self.is_drained = drained
+    parent: bytes | None
+    plan: Any
 
     def done(self) -> bool:
-        return self.statuses is not None
-
-    def drained(self) -> bool:
-        return self.is_drained
-
-    def cancel(self) -> None:
-        self.cancelled = True
+        return bool(self.plan.done())
 
     def wait(self, timeout_seconds: float | None = None) -> Result:
-        if self.statuses is None and self.cancelled:
-            self.end(*[Status.CANCELLED] * len(self.keys))
-        if self.statuses is None:
-            raise TimeoutError
-        statuses = np.array(self.statuses, dtype=np.uint8)
+        assert self.plan.done()
+        statuses = self.plan.statuses()
         return Result(statuses, bytes=int((statuses == Status.OK).sum()), seconds=0.0)
 
 
@@ -58,6 +51,7 @@ class FakeStore:
     broken: bool = False
     stores: list[FakeOperation] = field(default_factory=list)
     retrieves: list[FakeOperation] = field(default_factory=list)
+    mover: RankedMover = field(default_factory=lambda: RankedMover(1, 4, 1000, reports_by_itself=False))
 
     def lookup(self, keys: Sequence[bytes]) -> int:
         self._check()
@@ -74,12 +68,12 @@ class FakeStore:
 
     def store(self, keys: Sequence[bytes], block_ids: Sequence[int], *, parent: bytes | None) -> FakeOperation:
         self._check()
-        self.stores.append(FakeOperation(list(keys), list(block_ids), parent))
+        self.stores.append(self._operation(keys, block_ids, parent, write=True))
         return self.stores[-1]
 
     def retrieve(self, keys: Sequence[bytes], block_ids: Sequence[int]) -> FakeOperation:
         self._check()
-        self.retrieves.append(FakeOperation(list(keys), list(block_ids)))
+        self.retrieves.append(self._operation(keys, block_ids, None, write=False))
         return self.retrieves[-1]
 
     def clear(self) -> int:
@@ -90,11 +84,97 @@ class FakeStore:
     def close(self) -> None:
         return
 
+    def _operation(self, keys: Sequence[bytes], block_ids: Sequence[int], parent: bytes | None, *, write: bool) -> FakeOperation:
+        words = np.array(block_ids, dtype=np.uint32)
+        plan = self.mover.submit(
+            write=write, slots=words, generations=words, rots=words.astype(np.uint8), blocks=words, deadline_seconds=-1.0
+        )
+        return FakeOperation(list(keys), list(block_ids), parent, plan)
+
     def _check(self) -> None:
         if self.broken:
             raise OSError("the device is gone")
 
 
+def end(operation: FakeOperation, *statuses: Status) -> list[MoveReport]:
+    """The report with which the one rank ends a move: all blocks OK unless told otherwise."""
+    found = np.array(list(statuses) or [Status.OK] * len(operation.keys), dtype=np.uint8)
+    return [MoveReport(operation.plan.move.id, 0, found, 0.001, {})]
+
+
 def engine_store(store: FakeStore) -> EngineStore:
     """What the registry would hand out for `store`."""
-    return EngineStore(StoreId("engine", ("fake",)), store, geometry=None)  # type: ignore[arg-type]
+    return EngineStore("engine", store, store.mover, geometry=None)  # type: ignore[arg-type]
+
+
+def policy(load: str = "asynchronous", clock: Any = None, **settings: Any) -> LoadPolicy:
+    """Loads every hit."""
+    config = EngineConfig(load=load, load_threshold="none", **settings)
+    seams = {} if clock is None else {"clock": clock}
+    return LoadPolicy(config, LoadCost(), may_wait=True, largest_step=512, **seams)
+
+
+@dataclass
+class FakePlan:
+    """Runs until `end` is called; drained from then on, unless told otherwise."""
+
+    move: Move
+    result: list[Status] | None = None
+    is_drained: bool = False
+    cancelled: bool = False
+    layers_waited: list[int] = field(default_factory=list)
+    seconds: float = 0.0
+    layers: int = 4
+
+    def end(self, *statuses: Status, drained: bool = True) -> None:
+        self.result = list(statuses) or [Status.OK] * len(self.move.slots)
+        self.is_drained = drained
+
+    def done(self) -> bool:
+        return self.result is not None
+
+    def drained(self) -> bool:
+        return self.is_drained
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+    def wait(self, seconds: float) -> bool:
+        if self.result is None and self.cancelled:
+            self.end(*[Status.CANCELLED] * len(self.move.slots))
+        if self.result is None and seconds < 0:
+            raise AssertionError("this would wait for ever")
+        return self.done()
+
+    def wait_layer(self, layer: int, seconds: float) -> bool:
+        self.layers_waited.append(layer)
+        return True
+
+    def statuses(self) -> Any:
+        assert self.result is not None
+        return np.array(self.result, dtype=np.uint8)
+
+
+@dataclass
+class FakeMover:
+    """Begins moves, unless `broken`; remembers which ones it refused."""
+
+    plans: list[FakePlan] = field(default_factory=list)
+    refused: list[tuple[int, Status]] = field(default_factory=list)
+    broken: bool = False
+    closed: bool = False
+
+    def begin(self, work: Move) -> FakePlan | None:
+        if self.broken:
+            return None
+        self.plans.append(FakePlan(work))
+        return self.plans[-1]
+
+    def refuse(self, work: Move, status: Status) -> None:
+        self.refused.append((work.id, status))
+
+    def poll(self) -> None:
+        return
+
+    def close(self) -> None:
+        self.closed = True

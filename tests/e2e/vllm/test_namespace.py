@@ -99,12 +99,11 @@ def engine(**parallel: int | str) -> SimpleNamespace:
 @pytest.mark.parametrize(
     ("vllm_config", "groups", "message"),
     [
-        (engine(tensor_parallel_size=2), [spec(FullAttentionSpec)], "tensor_parallel_size is 2"),
         (engine(pipeline_parallel_size=2), [spec(FullAttentionSpec)], "pipeline_parallel_size is 2"),
         (
-            engine(distributed_executor_backend="mp"),
+            engine(distributed_executor_backend="ray", tensor_parallel_size=2),
             [spec(FullAttentionSpec)],
-            "VLLM_ENABLE_V1_MULTIPROCESSING=0",
+            "one machine",
         ),
         (engine(), [spec(FullAttentionSpec), spec(FullAttentionSpec)], "has 2"),
         (engine(), [spec(SlidingWindowSpec, sliding_window=32)], "SlidingWindowSpec"),

@@ -10,8 +10,9 @@ import pytest
 from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput
 
-from tests.e2e.vllm.fake_store import FakeStore, engine_store
-from tutti_mooncake.connectors.vllm.metadata import TuttiConnectorMetadata
+from tests.e2e.vllm.fake_store import FakeStore, end, engine_store, policy
+from tutti_mooncake import Status
+from tutti_mooncake.connectors.vllm.metadata import TuttiConnectorMetadata, TuttiWorkerMetadata
 from tutti_mooncake.connectors.vllm.scheduler import SchedulerHalf
 
 T = 4
@@ -63,12 +64,22 @@ def output(
     return result
 
 
-def received(*request_ids: str, invalid: set[int] | None = None) -> KVConnectorOutput:
-    return KVConnectorOutput(finished_recving=set(request_ids), invalid_block_ids=invalid or set())
+def received(store: FakeStore, *request_ids: str, invalid: set[int] | None = None) -> KVConnectorOutput:
+    """The step in which these requests' loads end, and every other move too; `invalid` are the blocks that didn't arrive."""
+    reports = []
+    for operation in [*store.retrieves, *store.stores]:
+        if not operation.done():
+            bad = invalid or set()
+            reports += end(operation, *(Status.CHECKSUM_ERROR if block in bad else Status.OK for block in operation.block_ids))
+    return KVConnectorOutput(
+        finished_recving=set(request_ids), invalid_block_ids=invalid or set(), kv_connector_worker_meta=TuttiWorkerMetadata(reports)
+    )
 
 
-def stored(metadata: TuttiConnectorMetadata) -> list[tuple[str, list[bytes], list[int], bytes | None]]:
-    return [(plan.request_id, plan.keys, plan.block_ids, plan.parent) for plan in metadata.stores]
+def stored(metadata: TuttiConnectorMetadata, store: FakeStore) -> list[tuple[str, list[bytes], list[int], bytes | None]]:
+    operations = {operation.plan.move.id: operation for operation in store.stores}
+    found = [(work.request_id, operations[work.move.id]) for work in metadata.stores]
+    return [(request_id, operation.keys, operation.block_ids, operation.parent) for request_id, operation in found]
 
 
 @pytest.fixture
@@ -78,7 +89,7 @@ def store() -> FakeStore:
 
 @pytest.fixture
 def half(store: FakeStore) -> SchedulerHalf:
-    return SchedulerHalf(engine_store(store), T, may_load=True, may_store=True)
+    return SchedulerHalf(engine_store(store), policy(), T, may_load=True, may_store=True)
 
 
 def test_pins_return_to_zero_whatever_becomes_of_a_thousand_requests(half: SchedulerHalf, store: FakeStore) -> None:
@@ -89,7 +100,7 @@ def test_pins_return_to_zero_whatever_becomes_of_a_thousand_requests(half: Sched
         one = request(f"p{i % 50}", 5 * T + 1, f"r{i}")
         fate = source.choice(["aborted before the load", "loaded", "found locally", "aborted while loading", "not scheduled"])
         local = 5 * T if fate == "found locally" else 0
-        tokens = half.match(one, local)
+        tokens, _ = half.match(one, local)
         assert tokens == 5 * T - local
         if fate == "aborted before the load":
             half.finished(one)
@@ -106,17 +117,17 @@ def test_pins_return_to_zero_whatever_becomes_of_a_thousand_requests(half: Sched
                 loading.append(one)
         if len(loading) > 20:
             ended = loading.pop(source.randrange(len(loading)))
-            half.worker_output(received(ended.request_id))
-    assert store.most_pins > 1
-    half.worker_output(received(*(one.request_id for one in loading)))
+            half.worker_output(received(store, ended.request_id))
+    assert store.most_pins == 1 and len(store.retrieves) > 100
+    half.worker_output(received(store, *(one.request_id for one in loading)))
     assert (store.pins, half.pins_held) == (0, 0)
 
 
 def test_last_token_is_never_loaded(half: SchedulerHalf, store: FakeStore) -> None:
     store.resident = set(chain("a", 3))
-    assert half.match(request("a", 3 * T), 0) == 2 * T
-    assert half.match(request("a", 3 * T + 1), 0) == 3 * T
-    assert half.match(request("a", 3 * T), 2 * T) == 0
+    assert half.match(request("a", 3 * T), 0) == (2 * T, True)
+    assert half.match(request("a", 3 * T + 1), 0) == (3 * T, True)
+    assert half.match(request("a", 3 * T), 2 * T) == (0, False)
     half.build_metadata(output())
     assert (store.pins, half.pins_held) == (0, 0)
 
@@ -124,45 +135,45 @@ def test_last_token_is_never_loaded(half: SchedulerHalf, store: FakeStore) -> No
 def test_load_covers_what_vllm_lacks(half: SchedulerHalf, store: FakeStore) -> None:
     store.resident = set(chain("a", 3))
     one = request("a", 3 * T + 2)
-    assert half.match(one, T) == 2 * T
+    assert half.match(one, T) == (2 * T, True)
     half.allocated(one, [10, 11, 12, 13], 2 * T)
     (load,) = half.build_metadata(output()).loads
-    assert (load.keys, load.block_ids) == (chain("a", 3)[1:], [11, 12])
+    assert (store.retrieves[0].keys, load.block_ids) == (chain("a", 3)[1:], [11, 12])
 
 
-def test_blocks_are_stored_as_they_fill(half: SchedulerHalf) -> None:
+def test_blocks_are_stored_as_they_fill(half: SchedulerHalf, store: FakeStore) -> None:
     one = request("a", 10)
-    assert half.match(one, 0) == 0
+    assert half.match(one, 0) == (0, False)
     half.allocated(one, [5, 6, 7], 0)
     keys = chain("a", 5)
-    assert stored(half.build_metadata(output(new={"a": ([5, 6, 7], 0, 6)}))) == [("a", keys[:1], [5], None)]
-    assert stored(half.build_metadata(output(cached={"a": (None, 6, 4)}))) == [("a", keys[1:2], [6], keys[0])]
+    assert stored(half.build_metadata(output(new={"a": ([5, 6, 7], 0, 6)})), store) == [("a", keys[:1], [5], None)]
+    assert stored(half.build_metadata(output(cached={"a": (None, 6, 4)})), store) == [("a", keys[1:2], [6], keys[0])]
     one.num_tokens, one.block_hashes = 12, keys[:3]
-    assert stored(half.build_metadata(output(cached={"a": (None, 10, 1)}))) == []
-    assert stored(half.build_metadata(output(cached={"a": (None, 11, 1)}))) == [("a", keys[2:3], [7], keys[1])]
+    assert stored(half.build_metadata(output(cached={"a": (None, 10, 1)})), store) == []
+    assert stored(half.build_metadata(output(cached={"a": (None, 11, 1)})), store) == [("a", keys[2:3], [7], keys[1])]
     one.num_tokens, one.block_hashes, one.num_computed_tokens = 17, keys[:4], 16
     half.build_metadata(output(cached={"a": ([8], 12, 3)}))
     assert half.finished(one) is True
     last = half.build_metadata(output())
-    assert stored(last) == [("a", keys[3:4], [8], keys[2])]
+    assert stored(last, store) == [("a", keys[3:4], [8], keys[2])]
     assert last.finishing == ["a"] and last.idle
 
 
-def test_guessed_tokens_are_not_stored(half: SchedulerHalf) -> None:
+def test_guessed_tokens_are_not_stored(half: SchedulerHalf, store: FakeStore) -> None:
     one = request("a", 7)
     half.match(one, 0)
     half.allocated(one, [5, 6], 0)
     metadata = half.build_metadata(output(new={"a": ([5, 6], 0, 8)}))
-    assert stored(metadata) == [("a", chain("a", 1), [5], None)]
+    assert stored(metadata, store) == [("a", chain("a", 1), [5], None)]
 
 
 def test_only_blocks_that_the_store_lacks_are_stored(half: SchedulerHalf, store: FakeStore) -> None:
     store.resident = set(chain("a", 2))
     one = request("a", 3 * T + 1)
-    assert half.match(one, 3 * T) == 0
+    assert half.match(one, 3 * T) == (0, False)
     half.allocated(one, [5, 6, 7, 8], 0)
     metadata = half.build_metadata(output(new={"a": ([5, 6, 7, 8], 3 * T, 1)}))
-    assert stored(metadata) == [("a", chain("a", 3)[2:], [7], chain("a", 2)[1])]
+    assert stored(metadata, store) == [("a", chain("a", 3)[2:], [7], chain("a", 2)[1])]
 
 
 def test_resumed_request_stores_from_its_new_blocks(half: SchedulerHalf, store: FakeStore) -> None:
@@ -173,42 +184,42 @@ def test_resumed_request_stores_from_its_new_blocks(half: SchedulerHalf, store: 
     metadata = half.build_metadata(output(preempted={"a"}))
     assert metadata.preempted == ["a"]
     store.resident = set(chain("a", 1))
-    assert half.match(one, 0) == T
+    assert half.match(one, 0) == (T, True)
     half.allocated(one, [1, 2, 3], 0)
     metadata = half.build_metadata(output(cached={"a": ([1, 2, 3], 0, 12)}, resumed={"a"}))
-    assert stored(metadata) == [("a", chain("a", 3)[1:], [2, 3], chain("a", 1)[0])]
+    assert stored(metadata, store) == [("a", chain("a", 3)[1:], [2, 3], chain("a", 1)[0])]
 
 
 def test_failed_load_has_its_blocks_stored_anew(half: SchedulerHalf, store: FakeStore) -> None:
     store.resident = set(chain("a", 3))
     one = request("a", 3 * T + 1)
-    half.allocated(one, [5, 6, 7, 8], half.match(one, 0))
+    half.allocated(one, [5, 6, 7, 8], half.match(one, 0)[0])
     half.build_metadata(output())
-    half.worker_output(received("a", invalid={6}))
+    half.worker_output(received(store, "a", invalid={6}))
     assert half.engine_store.counters.hit_tokens == T
     metadata = half.build_metadata(output(new={"a": ([5, 6, 7, 8], T, 2 * T + 1)}))
-    assert stored(metadata) == [("a", chain("a", 3)[1:], [6, 7], chain("a", 1)[0])]
+    assert stored(metadata, store) == [("a", chain("a", 3)[1:], [6, 7], chain("a", 1)[0])]
 
 
 def test_failed_load_is_not_offered_again(half: SchedulerHalf, store: FakeStore) -> None:
     store.resident = set(chain("a", 3))
     one = request("a", 3 * T + 1)
-    half.allocated(one, [5, 6, 7, 8], half.match(one, 0))
+    half.allocated(one, [5, 6, 7, 8], half.match(one, 0)[0])
     half.build_metadata(output())
-    half.worker_output(received("a", invalid={5}))
-    assert half.match(one, 0) == 0
-    assert half.match(request("a", 3 * T + 1, "another"), 0) == 3 * T
+    half.worker_output(received(store, "a", invalid={5}))
+    assert half.match(one, 0) == (0, False)
+    assert half.match(request("a", 3 * T + 1, "another"), 0) == (3 * T, True)
 
 
 def test_hit_rate_counts_all_prompt_tokens_once(half: SchedulerHalf, store: FakeStore) -> None:
     store.resident = set(chain("warm", 3))
     for name in ("cold", "warm"):
         one = request(name, 3 * T + 1)
-        tokens = half.match(one, 0)
+        tokens, _ = half.match(one, 0)
         half.match(one, 0)
         half.allocated(one, [1, 2, 3, 4], tokens)
         half.build_metadata(output())
-        half.worker_output(received(name) if tokens else KVConnectorOutput())
+        half.worker_output(received(store, name) if tokens else KVConnectorOutput())
         half.allocated(one, [1, 2, 3, 4], 0)
     counters = half.engine_store.counters
     assert (counters.requests, counters.requested_tokens, counters.hit_tokens) == (2, 2 * (3 * T + 1), 3 * T)
@@ -217,7 +228,7 @@ def test_hit_rate_counts_all_prompt_tokens_once(half: SchedulerHalf, store: Fake
 def test_broken_store_is_a_miss(half: SchedulerHalf, store: FakeStore) -> None:
     store.broken = True
     for name in ("a", "b"):
-        assert half.match(request(name, 3 * T), 0) == 0
+        assert half.match(request(name, 3 * T), 0) == (0, False)
     assert half.engine_store.counters.store_errors == 2
     assert half.clear() is False
 
@@ -226,7 +237,7 @@ def test_requests_with_an_adapter_are_left_out(half: SchedulerHalf, store: FakeS
     store.resident = set(chain("a", 3))
     one = request("a", 3 * T + 1)
     one.lora_request = SimpleNamespace(lora_name="adapter")
-    assert half.match(one, 0) == 0
+    assert half.match(one, 0) == (0, False)
     half.allocated(one, [1, 2, 3, 4], 0)
     assert half.build_metadata(output(new={"a": ([1, 2, 3, 4], 0, 13)})).stores == []
     assert half.finished(one) is False
@@ -234,9 +245,9 @@ def test_requests_with_an_adapter_are_left_out(half: SchedulerHalf, store: FakeS
 
 def test_role_decides_between_loading_and_storing(store: FakeStore) -> None:
     store.resident = set(chain("a", 3))
-    producer = SchedulerHalf(engine_store(store), T, may_load=False, may_store=True)
-    assert producer.match(request("a", 3 * T + 1), 0) == 0
-    consumer = SchedulerHalf(engine_store(store), T, may_load=True, may_store=False)
+    producer = SchedulerHalf(engine_store(store), policy(), T, may_load=False, may_store=True)
+    assert producer.match(request("a", 3 * T + 1), 0) == (0, False)
+    consumer = SchedulerHalf(engine_store(store), policy(), T, may_load=True, may_store=False)
     one = request("b", 2 * T)
     consumer.match(one, 0)
     consumer.allocated(one, [1, 2], 0)

@@ -394,7 +394,7 @@ def test_who_locks_a_file_that_was_replaced_holds_nothing(stores: Stores) -> Non
     LocalStore.open(config, geometry()).close()
     assert all(device.lock() and not device.is_current() for device in late)
     with pytest.raises(PoolLocked, match="made anew"):
-        Pool._check(config, geometry(), 0, late)
+        Pool._check(config, geometry(), 0, late, repair=True)
     for device in late:
         device.close()
 

@@ -1,7 +1,7 @@
 """The class that vLLM loads; it checks the set-up and passes each hook on to the scheduler half or the worker half.
 
-Loads are asynchronous: vLLM keeps computing other requests while blocks arrive, so nothing has to be done layer by
-layer in the forward pass. A load that fails is always computed again, whatever `kv_load_failure_policy` says.
+A load is asynchronous (vLLM computes other requests meanwhile) or layer-wise (the request is computed in the same step, and each layer
+waits for its own part). One that fails is always computed again, whatever `kv_load_failure_policy` says.
 """
 
 from __future__ import annotations
@@ -17,17 +17,22 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.logger import init_logger
 
-from tutti_mooncake import StoreConfig
+from tutti_mooncake.config import read_settings
 from tutti_mooncake.connectors.vllm import namespace, registry
-from tutti_mooncake.connectors.vllm.metadata import TuttiConnectorMetadata
+from tutti_mooncake.connectors.vllm.metadata import TuttiConnectorMetadata, TuttiWorkerMetadata
+from tutti_mooncake.connectors.vllm.policy import LoadPolicy
 from tutti_mooncake.connectors.vllm.scheduler import SchedulerHalf
-from tutti_mooncake.connectors.vllm.worker import WorkerHalf
+from tutti_mooncake.connectors.vllm.worker import Outbox, WorkerHalf
 from tutti_mooncake.errors import ConfigError
+from tutti_mooncake.schedule import LoadCost
+from tutti_mooncake.store.moves import MoveReport
+from tutti_mooncake.store.rank_mover import RankMover
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -47,7 +52,7 @@ def hit_source() -> Any:
 
 
 class TuttiConnector(KVConnectorBase_V1):
-    """Keeps vLLM's KV blocks on NVMe. Works for engines of one rank with one KV cache group.
+    """Keeps vLLM's KV blocks on NVMe. Works for engines on one machine with one KV cache group.
 
     `kv_connector_extra_config` is a `StoreConfig` as a mapping. Raises `ConfigError` and what `LocalStore.open` raises
     while the engine starts; afterwards no failure of the store reaches vLLM, each is counted and treated as a miss.
@@ -62,19 +67,29 @@ class TuttiConnector(KVConnectorBase_V1):
         if transfer is None or transfer.engine_id is None:
             raise ConfigError("TuttiConnector needs --kv-transfer-config")
         self._engine_id: str = transfer.engine_id
-        self._store_config = StoreConfig.from_mapping(dict(transfer.kv_connector_extra_config))
+        self._store_config, self._engine_config = read_settings(dict(transfer.kv_connector_extra_config))
         self._worker: WorkerHalf | None = None
         self._scheduler: SchedulerHalf | None = None
         if transfer.kv_load_failure_policy != "recompute":
             transfer.kv_load_failure_policy = "recompute"
             logger.info("kv_load_failure_policy is recompute: blocks that can't be loaded are computed")
         if role == KVConnectorRole.SCHEDULER:
+            ranks = vllm_config.parallel_config.tensor_parallel_size
+            scheduler = vllm_config.scheduler_config
             self._scheduler = SchedulerHalf(
-                registry.attach(self._engine_id, self._store_config),
+                registry.open_store(self._engine_id, self._store_config, ranks, kv_cache_config.num_blocks),
+                # With asynchronous scheduling the next step is on its way before a failed load is known.
+                LoadPolicy(
+                    self._engine_config,
+                    LoadCost(),
+                    may_wait=not scheduler.async_scheduling,
+                    largest_step=scheduler.max_num_batched_tokens,
+                ),
                 kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size,
                 may_load=transfer.is_kv_consumer,
                 may_store=transfer.is_kv_producer,
             )
+            logger.info("TuttiConnector: %s", self._scheduler.engine_store.store.recovery)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -86,20 +101,29 @@ class TuttiConnector(KVConnectorBase_V1):
         """Pins that the scheduler half will still give back; 0 when no request waits for a load."""
         return self._require_scheduler().pins_held
 
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """Layers wait for their part of a load, which a whole graph would leave out."""
+        return extra_config.get("load", "auto") != "asynchronous"
+
     # Worker half
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
-        """Opens the store under the geometry of these tensors, which must live as long as the engine."""
-        self.shutdown()
-        geometry, tensors = namespace.build_geometry(self._vllm_config, self._kv_cache_config, kv_caches)
-        engine_store = registry.open_store(self._engine_id, self._store_config, geometry)
-        try:
-            engine_store.store.register(tensors)
-        except BaseException:
-            registry.release(engine_store)
-            raise
-        self._worker = WorkerHalf(engine_store)
-        logger.info("TuttiConnector: %s; %s", geometry, engine_store.store.recovery)
+        """Opens the pool under the geometry of these tensors, which must live as long as the engine; makes it if it isn't there."""
+        self._shutdown_worker()
+        geometry, tensors, layers = namespace.build_geometry(self._vllm_config, self._kv_cache_config, kv_caches)
+        outbox = Outbox()
+
+        def deliver(report: MoveReport) -> None:
+            if not registry.deliver(self._engine_id, report):
+                outbox.put(report)
+
+        mover = RankMover(
+            self._store_config, geometry, tensors, deliver, rank=namespace.tensor_parallel_rank(geometry.tp_size), user=self._engine_id
+        )
+        self._worker = WorkerHalf(mover, layers, outbox)
+        registry.worker_opened(self._engine_id)
+        logger.info("TuttiConnector: rank %d of %s; %s: %s", mover.rank, geometry, mover.executor, mover.executor_reason)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         metadata = _ours(kv_connector_metadata)
@@ -110,7 +134,8 @@ class TuttiConnector(KVConnectorBase_V1):
         self._require_worker().start_loads(self._metadata())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing to wait for: vLLM schedules a request only after its load has ended."""
+        """Returns when this layer's part of the step's layer-wise loads has ended."""
+        self._require_worker().wait_for_layer(self._metadata(), layer_name)
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: Any) -> None:
         """Nothing to do: blocks are stored whole, by `wait_for_save`."""
@@ -126,11 +151,20 @@ class TuttiConnector(KVConnectorBase_V1):
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self._require_worker().take_load_errors()
 
+    def build_connector_worker_meta(self) -> TuttiWorkerMetadata | None:
+        return self._require_worker().take_metadata()
+
     # Scheduler half
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        tokens = self._require_scheduler().match(request, num_computed_tokens)
-        return tokens, tokens > 0
+        return self._require_scheduler().match(request, num_computed_tokens)
+
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        self._require_scheduler().bind_block_pool(gpu_block_pool)
+
+    def has_pending_push_work(self) -> bool:
+        """Keeps vLLM stepping while workers in other processes have moves to report."""
+        return self._require_scheduler().has_moves
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         self._require_scheduler().allocated(request, list(blocks.get_block_ids()[0]), num_external_tokens)
@@ -151,12 +185,18 @@ class TuttiConnector(KVConnectorBase_V1):
     # Both
 
     def shutdown(self) -> None:
-        """Lets running transfers end, gives pins back, and lets go of the store. May be called more than once."""
-        for half in (self._worker, self._scheduler):
-            if half is not None:
-                half.shutdown()
-                registry.release(half.engine_store)
-        self._worker = self._scheduler = None
+        """Lets running transfers end, gives pins back, and closes the pool. May be called more than once."""
+        self._shutdown_worker()
+        if self._scheduler is not None:
+            self._scheduler.shutdown()
+            registry.close_store(self._scheduler.engine_store)
+            self._scheduler = None
+
+    def _shutdown_worker(self) -> None:
+        if self._worker is not None:
+            self._worker.shutdown()
+            registry.worker_closed(self._engine_id)
+            self._worker = None
 
     def _metadata(self) -> TuttiConnectorMetadata:
         return _ours(self._get_connector_metadata())

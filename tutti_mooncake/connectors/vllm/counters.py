@@ -1,6 +1,6 @@
-"""Counts of what the connector did, kept by both halves of one engine.
+"""Counts of what the connector did, kept by the scheduler half.
 
-Each field is written by one half only. The denominator of a hit rate is `requested_tokens`: every prompt token of every
+The denominator of a hit rate is `requested_tokens`: every prompt token of every
 admitted request, cached or not, so `1 - (local_hit_tokens + hit_tokens) / requested_tokens` is what had to be computed.
 """
 
@@ -33,16 +33,24 @@ class Counters:
     """Blocks that arrived whole."""
     bytes_loaded: int = 0
     """Bytes of those blocks."""
+    blocks_not_worth_loading: int = 0
+    """Blocks that were found and are faster to compute."""
+    blocks_bypassed: int = 0
+    """Blocks that were found while the breaker of loads was open."""
     load_seconds: float = 0.0
     """Time from submission to end, summed over loads."""
     blocks_stored: int = 0
     """Blocks that this engine made durable."""
+    bytes_stored: int = 0
+    """Bytes of those blocks."""
     blocks_already_stored: int = 0
     """Blocks that were in the store when they were offered."""
     blocks_refused: int = 0
     """Blocks that the store's policy did not take; not an error."""
     blocks_store_failed: int = 0
     """Blocks whose store failed, ran out of time or was cancelled."""
+    blocks_store_bypassed: int = 0
+    """Blocks that were not offered, since the breaker of stores was open."""
     store_errors: int = 0
     """Calls to the store that raised; each was treated as a miss."""
 

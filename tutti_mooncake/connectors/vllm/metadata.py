@@ -1,9 +1,9 @@
-"""What the scheduler half tells the worker half, once per engine step.
+"""What the scheduler half tells the workers, and what they answer, once per engine step.
 
 Invariants:
-- Every load in a step's metadata is answered by exactly one entry of `finished_recving`, cancelled or not.
-- Every request in `finishing` is answered by exactly one entry of `finished_sending`; a request is never in both
-  answers.
+- Every asynchronous load in a step's metadata is answered by exactly one entry of `finished_recving` of each worker, cancelled or not.
+- Every request in `finishing` is answered by exactly one entry of `finished_sending` of each worker; a request is never in both answers.
+- Every move is answered by exactly one report of each worker.
 - Work is taken out of the metadata, so that hooks which vLLM calls once or twice per step submit it only once.
 """
 
@@ -11,21 +11,31 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
+
+from tutti_mooncake.store.moves import Move, MoveReport
 
 
 @dataclass(frozen=True)
-class BlockTransfer:
-    """Consecutive blocks of one prefix chain, and the engine blocks that hold them.
+class LoadWork:
+    """Fill the engine blocks `block_ids` of a request.
 
-    `keys[i]` (32 bytes each) belongs to engine block `block_ids[i]`. `parent` is the key of the block before
-    `keys[0]`, or `None` at the start of a chain.
+    `move`: how; `None` when the store refused it, and then all of them stay without content. `layerwise`: the request is computed in this
+    very step, and each layer waits for its part; else it is computed after the load was reported finished.
     """
 
     request_id: str
-    keys: list[bytes]
     block_ids: list[int]
-    parent: bytes | None
+    move: Move | None
+    layerwise: bool = False
+
+
+@dataclass(frozen=True)
+class StoreWork:
+    """Store engine blocks of a request when the step's KV is in place."""
+
+    request_id: str
+    move: Move
 
 
 @dataclass
@@ -38,19 +48,35 @@ class TuttiConnectorMetadata(KVConnectorMetadata):
     `idle`: no token is computed in this step, so that waiting a moment for I/O delays nobody.
     """
 
-    loads: list[BlockTransfer] = field(default_factory=list)
-    stores: list[BlockTransfer] = field(default_factory=list)
+    loads: list[LoadWork] = field(default_factory=list)
+    stores: list[StoreWork] = field(default_factory=list)
     preempted: list[str] = field(default_factory=list)
     finishing: list[str] = field(default_factory=list)
     cancelled_loads: list[str] = field(default_factory=list)
     idle: bool = False
 
-    def take_loads(self) -> list[BlockTransfer]:
+    def take_loads(self) -> list[LoadWork]:
         """The loads not yet taken."""
         loads, self.loads = self.loads, []
         return loads
 
-    def take_stores(self) -> list[BlockTransfer]:
+    def take_stores(self) -> list[StoreWork]:
         """The stores not yet taken."""
         stores, self.stores = self.stores, []
         return stores
+
+
+@dataclass
+class TuttiWorkerMetadata(KVConnectorWorkerMetadata):
+    """What the workers report in one step.
+
+    `layers_not_waited`: a worker's model didn't wait for every layer of a layer-wise load, so such loads must not be used again.
+    """
+
+    reports: list[MoveReport] = field(default_factory=list)
+    layers_not_waited: bool = False
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> TuttiWorkerMetadata:
+        """Both together."""
+        assert isinstance(other, TuttiWorkerMetadata)
+        return TuttiWorkerMetadata(self.reports + other.reports, self.layers_not_waited or other.layers_not_waited)

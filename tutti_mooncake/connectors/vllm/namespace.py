@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 
 from tutti_mooncake import Geometry
 from tutti_mooncake.connectors.vllm.model_identity import model_identity
-from tutti_mooncake.connectors.vllm.registry import ONE_PROCESS
 from tutti_mooncake.errors import ConfigError, TensorError
 
 if TYPE_CHECKING:
@@ -41,11 +41,14 @@ class KvLayout:
 def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
     """Raises `ConfigError` for a set-up whose blocks this connector can't keep."""
     parallel = vllm_config.parallel_config
-    for name in ("tensor_parallel_size", "pipeline_parallel_size", "decode_context_parallel_size"):
+    for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) != 1:
-            raise ConfigError(f"TuttiConnector runs engines of one rank; {name} is {getattr(parallel, name)}, set it to 1")
-    if parallel.distributed_executor_backend in ("mp", "ray"):
-        raise ConfigError(f"TuttiConnector's two halves share one store; {ONE_PROCESS}")
+            raise ConfigError(f"TuttiConnector keeps KV of tensor-parallel ranks; {name} is {getattr(parallel, name)}, set it to 1")
+    if getattr(parallel, "nnodes", 1) != 1 or (parallel.distributed_executor_backend == "ray" and parallel.tensor_parallel_size > 1):
+        raise ConfigError(
+            "TuttiConnector's ranks share the pool's devices, so they must run on one machine; "
+            "use --distributed-executor-backend mp, and one engine per machine"
+        )
     groups = kv_cache_config.kv_cache_groups
     if len(groups) != 1:
         raise ConfigError(f"TuttiConnector keeps models with one KV cache group; this hybrid model has {len(groups)}")
@@ -126,8 +129,8 @@ def kv_layout(tensor: torch.Tensor, blocks: int, block_tokens: int, kv_heads: in
 
 def build_geometry(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, kv_caches: Mapping[str, torch.Tensor]
-) -> tuple[Geometry, list[torch.Tensor]]:
-    """The engine's geometry, and its tensors in the store's order: layer by layer, K before V where they are apart.
+) -> tuple[Geometry, list[torch.Tensor], dict[str, int]]:
+    """The engine's geometry; its tensors in the store's order, layer by layer, K before V where they are apart; and each layer's index.
 
     `kv_caches`: layer name to tensor, as vLLM registers them. Layers that share another layer's tensor count once.
     """
@@ -149,15 +152,22 @@ def build_geometry(
         layers=len(layers),
         kv_factor=layouts[0].kv_factor,
         block_tokens=spec.block_size,
-        kv_heads=spec.num_kv_heads,
+        kv_heads=spec.num_kv_heads * vllm_config.parallel_config.tensor_parallel_size,
         head_dim=spec.head_size,
         dtype=cache_dtype(cache.cache_dtype, views[0].dtype),
         memory_layout=layouts[0].name,
         hash_algorithm=cache.prefix_caching_hash_algo,
         hash_seed=hash_seed(cache.prefix_caching_hash_algo),
         object_bytes=views[0][0].numel() * views[0].element_size(),
+        tp_size=vllm_config.parallel_config.tensor_parallel_size,
     )
-    return geometry, views
+    index_of = {tensor.data_ptr(): index for index, tensor in enumerate(layers.values())}
+    return geometry, views, {name: index_of[tensor.data_ptr()] for name, tensor in kv_caches.items()}
+
+
+def tensor_parallel_rank(ranks: int) -> int:
+    """This worker's rank."""
+    return 0 if ranks == 1 else int(get_tensor_model_parallel_rank())
 
 
 def unique_layers(kv_caches: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

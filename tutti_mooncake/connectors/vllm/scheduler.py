@@ -1,10 +1,10 @@
-"""Scheduler half: what to load for a waiting request, and which blocks to store as they fill.
+"""Scheduler half: what to load for a waiting request, and which blocks to store as they fill. It owns the store.
 
 Invariants:
-- A pin lives from the lookup until its load has ended. An offer that vLLM does not take up in the same step gives its
-  pin back in that step, so that the number of pins returns to 0 whatever becomes of the requests.
-- A request with a running load ends through `finished_recving` alone, one with stores behind it through
-  `finished_sending` alone: vLLM frees a request's blocks exactly once.
+- A pin lives from the lookup until its load has begun, and the load holds its own. An offer that vLLM does not take up in the same step
+  gives its pin back in that step, so that the number of pins returns to 0 whatever becomes of the requests.
+- A request with a running asynchronous load ends through `finished_recving` alone, one with stores behind it through `finished_sending`
+  alone: vLLM frees a request's blocks exactly once.
 - At most one load of a request may fail; after that it is offered nothing more.
 - Requests with a LoRA adapter are left out: vLLM's block hashes know the adapter's name only, not its weights.
 
@@ -16,18 +16,28 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from tutti_mooncake.connectors.vllm.metadata import BlockTransfer, TuttiConnectorMetadata
+from vllm.logger import init_logger
+
+from tutti_mooncake import Result, RetrieveOperation, Status, StoreOperation
+from tutti_mooncake.connectors.vllm.metadata import LoadWork, StoreWork, TuttiConnectorMetadata, TuttiWorkerMetadata
+from tutti_mooncake.connectors.vllm.policy import Decision, LoadPolicy
 from tutti_mooncake.connectors.vllm.registry import EngineStore
+from tutti_mooncake.store.moves import RankedPlan
 
 if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
     from tutti_mooncake import Pin
 
+logger = init_logger(f"vllm.{__name__}")
+
 PIN_LEASE_SECONDS = 300.0
 """Longer than any load; it only matters when an engine forgets a pin."""
+_TIER_FAILURES = (Status.DEVICE_ERROR, Status.SHORT_IO, Status.NO_SPACE, Status.TIMEOUT, Status.BAD_STATE)
+"""What says that the store is sick, and not only one block."""
 
 
 @dataclass
@@ -37,16 +47,28 @@ class Offer:
     pin: Pin
     begin: int
     end: int
+    layerwise: bool
 
 
 @dataclass
 class Load:
-    """A load on its way: the engine blocks it fills, the position of the first one in its chain, and its pin."""
+    """A load on its way: the engine blocks it fills and the position of the first one in its chain."""
 
-    pin: Pin
+    operation: RetrieveOperation | None
     begin: int
     block_ids: list[int]
     counts_as_hit: bool
+    layerwise: bool
+    cancelled: bool = False
+
+
+@dataclass
+class Store:
+    """A store on its way: blocks of a request from position `begin` on."""
+
+    request_id: str
+    operation: StoreOperation
+    begin: int
 
 
 @dataclass
@@ -68,35 +90,49 @@ class RequestState:
 class SchedulerHalf:
     """`block_tokens`: tokens per block. `may_load`, `may_store`: what the engine's KV role allows."""
 
-    def __init__(self, engine_store: EngineStore, block_tokens: int, *, may_load: bool, may_store: bool) -> None:
+    def __init__(self, engine_store: EngineStore, policy: LoadPolicy, block_tokens: int, *, may_load: bool, may_store: bool) -> None:
         self.engine_store = engine_store
         self._store = engine_store.store
+        self._mover = engine_store.mover
         self._counters = engine_store.counters
+        self._policy = policy
         self._block_tokens = block_tokens
         self._may_load = may_load
         self._may_store = may_store
+        self._block_pool: BlockPool | None = None
         self._states: dict[str, RequestState] = {}
         self._offers: dict[str, RequestState] = {}
         self._loads: dict[str, Load] = {}
-        self._new_loads: list[BlockTransfer] = []
-        self._last_stores: list[BlockTransfer] = []
+        self._stores: list[Store] = []
+        self._new_loads: list[LoadWork] = []
+        self._last_stores: list[StoreWork] = []
         self._finishing: list[str] = []
         self._cancelled: list[str] = []
+        self._running: set[str] = set()
 
     @property
     def pins_held(self) -> int:
         """Pins that this half will still give back."""
         return len(self._offers) + len(self._loads)
 
-    def match(self, request: Request, computed_tokens: int) -> int:
-        """Tokens that can be loaded beyond the `computed_tokens` leading ones that vLLM has; a multiple of the block
-        size.
+    @property
+    def has_moves(self) -> bool:
+        """Whether workers in other processes still have to report, which they do at a step."""
+        return not self._mover.reports_by_itself and self._mover.running > 0
 
-        Never the last token of the request: vLLM needs one token to compute. Looks up the whole chain even if vLLM
-        has it all, to learn which of its blocks are missing from the store, and to mark the others as used.
+    def bind_block_pool(self, block_pool: BlockPool) -> None:
+        """vLLM's block pool, from whose prefix cache blocks are taken that were computed from a failed load."""
+        self._block_pool = block_pool
+
+    def match(self, request: Request, computed_tokens: int) -> tuple[int, bool]:
+        """Tokens that can be loaded beyond the `computed_tokens` leading ones that vLLM has, a multiple of the block size; and whether the
+        request has to wait for them.
+
+        Never the last token of the request: vLLM needs one token to compute. Looks up the whole chain even if vLLM has it all, to learn
+        which of its blocks are missing from the store, and to mark the others as used.
         """
         if request.lora_request is not None:
-            return 0
+            return 0, False
         state = self._states.setdefault(request.request_id, RequestState(request))
         self._withdraw(request.request_id, state)
         state.local_tokens = computed_tokens
@@ -104,21 +140,25 @@ class SchedulerHalf:
         resident = self._lookup(keys)
         state.next_store = resident
         if not self._may_load or state.load_failed or getattr(request, "skip_reading_prefix_cache", False):
-            return 0
+            return 0, False
         begin = computed_tokens // self._block_tokens
         end = min(resident, (request.num_tokens - 1) // self._block_tokens)
         if end <= begin:
-            return 0
+            return 0, False
+        decision = self._decide(request, begin, end)
+        if decision is None:
+            return 0, False
         pin = self._pin(keys[:end])
         if pin is None:
-            return 0
+            return 0, False
         end = min(end, pin.blocks)
         if end <= begin:
             self._unpin(pin)
-            return 0
-        state.offer = Offer(pin, begin, end)
+            return 0, False
+        layerwise = decision is Decision.LAYERWISE
+        state.offer = Offer(pin, begin, end, layerwise)
         self._offers[request.request_id] = state
-        return (end - begin) * self._block_tokens
+        return (end - begin) * self._block_tokens, not layerwise
 
     def allocated(self, request: Request, block_ids: list[int], external_tokens: int) -> None:
         """vLLM has given the request all blocks of `block_ids`, `external_tokens` of them to be loaded."""
@@ -137,12 +177,9 @@ class SchedulerHalf:
         if external_tokens == 0:
             self._withdraw(request.request_id, state)
             return
-        state.offer = None
-        del self._offers[request.request_id]
         end = min(offer.end, offer.begin + external_tokens // self._block_tokens)
-        transfer = self._transfer(state, offer.begin, end, block_ids)
-        self._loads[request.request_id] = Load(offer.pin, offer.begin, transfer.block_ids, first_admission)
-        self._new_loads.append(transfer)
+        self._begin_load(state, offer, end, block_ids[offer.begin : end], counts_as_hit=first_admission)
+        self._withdraw(request.request_id, state)
 
     def build_metadata(self, output: SchedulerOutput) -> TuttiConnectorMetadata:
         """This step's work. Ends the step: offers that were not taken up are withdrawn."""
@@ -175,39 +212,42 @@ class SchedulerHalf:
                 list(new_ids[0]) if new_ids else [],
                 replace=request_id in cached.resumed_req_ids,
             )
+        self._running = set(output.num_scheduled_tokens)
+        waits = any(load.layerwise for load in metadata.loads)
+        self._policy.step_begins(output.total_num_scheduled_tokens, measure=not waits and not metadata.idle)
         return metadata
 
     def worker_output(self, output: KVConnectorOutput) -> None:
-        """The worker half's answer: ends loads, and sets back what a failed load left undone."""
-        for request_id in output.finished_recving or ():
-            load = self._loads.pop(request_id, None)
-            if load is None:
-                continue
-            self._unpin(load.pin)
-            failed = [i for i, block_id in enumerate(load.block_ids) if block_id in output.invalid_block_ids]
-            state = self._states.get(request_id)
-            if state is None:
-                continue
-            if failed:
-                state.load_failed = True
-                state.next_store = min(state.next_store, load.begin + failed[0])
-            if load.counts_as_hit:
-                loaded = failed[0] if failed else len(load.block_ids)
-                self._counters.hit_tokens += loaded * self._block_tokens
+        """The workers' answer to a step: ends loads, and sets back what a failed load left undone."""
+        answer = output.kv_connector_worker_meta
+        if isinstance(answer, TuttiWorkerMetadata):
+            self._mover.take(answer.reports)
+            if answer.layers_not_waited:
+                self._policy.may_wait = False
+        self._policy.step_ended()
+        received = output.finished_recving or ()
+        for request_id, load in list(self._loads.items()):
+            if request_id in received or (load.layerwise and _done(load.operation)):
+                del self._loads[request_id]
+                self._end_load(request_id, load, output.invalid_block_ids)
+        self._reap_stores()
 
     def finished(self, request: Request) -> bool:
-        """The request has ended, well or not. `True`: vLLM keeps its blocks until the worker half reports them sent."""
+        """The request has ended, well or not. `True`: vLLM keeps its blocks until the workers report them sent."""
         request_id = request.request_id
+        self._running.discard(request_id)
         state = self._states.pop(request_id, None)
         if state is None:
             return False
         self._withdraw(request_id, state)
-        if request_id in self._loads:
+        load = self._loads.get(request_id)
+        if load is not None and not load.layerwise:
+            load.cancelled = True
             self._cancelled.append(request_id)
             return False
-        transfer = self._plan_store(state, min(request.num_computed_tokens, request.num_tokens - 1))
-        if transfer is not None:
-            self._last_stores.append(transfer)
+        work = self._plan_store(state, min(request.num_computed_tokens, request.num_tokens - 1))
+        if work is not None:
+            self._last_stores.append(work)
         if state.has_stores:
             self._finishing.append(request_id)
         return state.has_stores
@@ -227,10 +267,77 @@ class SchedulerHalf:
         """Gives all pins back."""
         for request_id, state in list(self._offers.items()):
             self._withdraw(request_id, state)
-        for load in self._loads.values():
-            self._unpin(load.pin)
+        self._reap_stores()
         self._loads.clear()
         self._states.clear()
+
+    # --- loads ---
+
+    def _decide(self, request: Request, begin: int, end: int) -> Decision | None:
+        """How to load blocks `[begin, end)`; `None` when they are better computed, which is counted."""
+        blocks = end - begin
+        rest = request.num_tokens - end * self._block_tokens
+        alone = not self._running - {request.request_id}
+        decision = self._policy.decide(blocks, blocks * self._block_tokens, rest, alone=alone)
+        if decision is Decision.NOT_WORTH_IT:
+            self._counters.blocks_not_worth_loading += blocks
+            return None
+        if decision is Decision.BYPASSED:
+            self._counters.blocks_bypassed += blocks
+            return None
+        return decision
+
+    def _begin_load(self, state: RequestState, offer: Offer, end: int, block_ids: list[int], *, counts_as_hit: bool) -> None:
+        operation, move = None, None
+        keys = [bytes(key) for key in state.request.block_hashes[offer.begin : end]]
+        try:
+            operation = self._store.retrieve(keys, block_ids)
+            move = operation.plan.move if isinstance(operation.plan, RankedPlan) else None
+        except Exception as error:
+            self.engine_store.report("loading blocks", error)
+        request_id = state.request.request_id
+        self._loads[request_id] = Load(operation, offer.begin, block_ids, counts_as_hit, offer.layerwise)
+        self._new_loads.append(LoadWork(request_id, block_ids, move, offer.layerwise))
+        self._policy.load_begins(len(block_ids), state.request.num_tokens - end * self._block_tokens, layerwise=offer.layerwise)
+
+    def _end_load(self, request_id: str, load: Load, invalid: set[int]) -> None:
+        self._counters.loads += 1
+        result = None if load.operation is None else self._result(load.operation, "loading blocks")
+        statuses = [Status.BAD_STATE] * len(load.block_ids) if result is None else [Status(status) for status in result.statuses]
+        if result is not None:
+            self._counters.blocks_loaded += result.ok_blocks
+            self._counters.bytes_loaded += result.bytes
+            self._counters.load_seconds += result.seconds
+        if load.cancelled:
+            self._counters.loads_cancelled += 1
+            return
+        failed = [
+            i
+            for i, (block_id, status) in enumerate(zip(load.block_ids, statuses, strict=True))
+            if status != Status.OK or block_id in invalid
+        ]
+        self._policy.load_ended(
+            len(load.block_ids), 0.0 if result is None else result.seconds, failed=any(status in _TIER_FAILURES for status in statuses)
+        )
+        state = self._states.get(request_id)
+        if failed:
+            self._counters.loads_failed += 1
+            if state is not None:
+                state.load_failed = True
+                state.next_store = min(state.next_store, load.begin + failed[0])
+            if load.layerwise and self._block_pool is not None and state is not None:
+                # What was computed behind a block that didn't arrive may be right for nobody, and is computed again.
+                self._block_pool.evict_blocks(set(load.block_ids[failed[0] :]) | set(state.block_ids[load.begin + failed[0] :]))
+        if load.counts_as_hit:
+            self._counters.hit_tokens += (failed[0] if failed else len(load.block_ids)) * self._block_tokens
+
+    def _withdraw(self, request_id: str, state: RequestState) -> None:
+        if state.offer is not None:
+            self._unpin(state.offer.pin)
+            state.offer = None
+            del self._offers[request_id]
+
+    # --- stores ---
 
     def _scheduled(
         self,
@@ -246,39 +353,76 @@ class SchedulerHalf:
         if state is None:
             return
         state.block_ids = block_ids if replace else state.block_ids + block_ids
-        transfer = self._plan_store(state, computed_tokens + output.num_scheduled_tokens.get(request_id, 0))
-        if transfer is not None:
-            metadata.stores.append(transfer)
+        work = self._plan_store(state, computed_tokens + output.num_scheduled_tokens.get(request_id, 0))
+        if work is not None:
+            metadata.stores.append(work)
 
-    def _plan_store(self, state: RequestState, computed_tokens: int) -> BlockTransfer | None:
-        """The blocks that are full once `computed_tokens` are computed, and neither stored nor planned.
+    def _plan_store(self, state: RequestState, computed_tokens: int) -> StoreWork | None:
+        """Stores the blocks that are full once `computed_tokens` are computed, and neither stored nor planned.
 
         A block counts as full only when vLLM has hashed it, which leaves out guessed tokens that may yet be rejected.
         """
         if not self._may_store:
             return None
-        begin = state.next_store
-        end = min(computed_tokens // self._block_tokens, len(state.request.block_hashes), len(state.block_ids))
+        begin, hashes = state.next_store, state.request.block_hashes
+        end = min(computed_tokens // self._block_tokens, len(hashes), len(state.block_ids))
         if end <= begin:
             return None
         state.next_store = end
+        if not self._policy.stores.allows():
+            self._counters.blocks_store_bypassed += end - begin
+            return None
+        keys = [bytes(key) for key in hashes[begin:end]]
+        try:
+            operation = self._store.store(keys, state.block_ids[begin:end], parent=bytes(hashes[begin - 1]) if begin else None)
+        except Exception as error:
+            self.engine_store.report("storing blocks", error)
+            self._counters.blocks_store_failed += len(keys)
+            return None
+        self._policy.stores.attempt()
+        self._stores.append(Store(state.request.request_id, operation, begin))
+        if not isinstance(operation.plan, RankedPlan):
+            return None
         state.has_stores = True
-        return self._transfer(state, begin, end, state.block_ids)
+        return StoreWork(state.request.request_id, operation.plan.move)
 
-    def _transfer(self, state: RequestState, begin: int, end: int, block_ids: list[int]) -> BlockTransfer:
-        keys = state.request.block_hashes
-        return BlockTransfer(
-            request_id=state.request.request_id,
-            keys=[bytes(key) for key in keys[begin:end]],
-            block_ids=block_ids[begin:end],
-            parent=bytes(keys[begin - 1]) if begin else None,
-        )
+    def _reap_stores(self) -> None:
+        running = []
+        for store in self._stores:
+            if store.operation.done():
+                self._end_store(store)
+            else:
+                running.append(store)
+        self._stores = running
 
-    def _withdraw(self, request_id: str, state: RequestState) -> None:
-        if state.offer is not None:
-            self._unpin(state.offer.pin)
-            state.offer = None
-            del self._offers[request_id]
+    def _end_store(self, store: Store) -> None:
+        result = self._result(store.operation, "storing blocks")
+        if result is None:
+            return
+        counters = self._counters
+        statuses = [Status(status) for status in result.statuses]
+        counters.blocks_stored += statuses.count(Status.OK)
+        counters.bytes_stored += result.bytes
+        counters.blocks_already_stored += statuses.count(Status.EXISTS)
+        counters.blocks_refused += statuses.count(Status.REJECTED)
+        failed = [i for i, status in enumerate(statuses) if status not in (Status.OK, Status.EXISTS, Status.REJECTED)]
+        counters.blocks_store_failed += len(failed)
+        if any(status in _TIER_FAILURES for status in statuses):
+            self._policy.stores.failure()
+        elif Status.OK in statuses:
+            self._policy.stores.success()
+        state = self._states.get(store.request_id)
+        if state is not None and Status.CANCELLED in statuses:
+            state.next_store = min(state.next_store, store.begin + failed[0])
+
+    # --- calls to the store that must not reach vLLM as exceptions ---
+
+    def _result(self, operation: RetrieveOperation | StoreOperation, action: str) -> Result | None:
+        try:
+            return operation.wait(0.0)
+        except Exception as error:
+            self.engine_store.report(action, error)
+            return None
 
     def _lookup(self, keys: list[bytes]) -> int:
         if not keys:
@@ -301,3 +445,7 @@ class SchedulerHalf:
             self._store.unpin(pin)
         except Exception as error:
             self.engine_store.report("unpinning blocks", error)
+
+
+def _done(operation: RetrieveOperation | None) -> bool:
+    return operation is None or operation.done()

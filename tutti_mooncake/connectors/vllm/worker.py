@@ -1,27 +1,29 @@
-"""Worker half: moves blocks between the engine's KV tensors and the store.
+"""Worker half: one rank's part of the moves between the engine's KV tensors and the pool.
 
 Invariants:
-- Nothing waits for I/O while tokens are being computed, but for `end_stores_of`, which keeps vLLM from overwriting
-  blocks that are still being written to disk.
-- A load is reported finished only when none of its I/O can touch the engine's memory any more (`drained`), even if its
-  deadline passed long before; the blocks that did not arrive whole are reported in the same step.
+- While tokens are being computed nothing waits for I/O, but a layer for its own part of a layer-wise load, and `end_stores_of`, which
+  keeps vLLM from overwriting blocks that are still being written to disk.
+- A load is reported finished only when none of its I/O can touch the engine's memory any more, even if its deadline passed long before;
+  the blocks that did not arrive whole are reported in the same step.
 - Blocks of an ended request are reported sent only when the same holds for its stores.
 
-All methods are called from vLLM's worker thread.
+All methods are called from vLLM's worker thread, but for `take_report`.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from vllm.logger import init_logger
 
-from tutti_mooncake import Result, RetrieveOperation, Status, StoreOperation
-from tutti_mooncake.connectors.vllm.metadata import BlockTransfer, TuttiConnectorMetadata
-from tutti_mooncake.connectors.vllm.registry import EngineStore
+from tutti_mooncake import Status
+from tutti_mooncake.connectors.vllm.metadata import LoadWork, StoreWork, TuttiConnectorMetadata, TuttiWorkerMetadata
+from tutti_mooncake.store.moves import MoveReport, PlanLike
+from tutti_mooncake.store.rank_mover import RankMover
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -29,37 +31,67 @@ IDLE_WAIT_SECONDS = 0.002
 """How long an idle engine waits for I/O before it looks again."""
 DRAIN_POLL_SECONDS = 0.001
 DRAIN_SECONDS = 30.0
-"""How long past its own end an operation may take until it no longer touches memory, before that is called a fault."""
+"""How long past its own end a plan may take until it no longer touches memory, before that is called a fault."""
+FOREVER = -1.0
 
 
 @dataclass
 class RunningLoad:
-    """A load; `operation` is `None` when the store refused it."""
+    """A load; `plan` is `None` when it could not begin."""
 
-    transfer: BlockTransfer
-    operation: RetrieveOperation | None
+    work: LoadWork
+    plan: PlanLike | None
     cancelled: bool = False
+
+    def failed(self) -> list[int]:
+        """Engine blocks that it left without valid content."""
+        if self.plan is None or self.work.move is None:
+            return self.work.block_ids
+        statuses = self.plan.statuses()
+        arrived = {int(block) for block, status in zip(self.work.move.blocks, statuses, strict=True) if status == Status.OK}
+        return [block_id for block_id in self.work.block_ids if block_id not in arrived]
 
 
 @dataclass
 class RunningStore:
     """A store of consecutive blocks of one request."""
 
-    transfer: BlockTransfer
-    operation: StoreOperation
+    work: StoreWork
+    plan: PlanLike
+
+
+class Outbox:
+    """Reports that wait for the next step's answer to the scheduler. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._reports: list[MoveReport] = []
+
+    def put(self, report: MoveReport) -> None:
+        """Adds a report."""
+        with self._lock:
+            self._reports.append(report)
+
+    def take(self) -> list[MoveReport]:
+        """All of them, once."""
+        with self._lock:
+            reports, self._reports = self._reports, []
+            return reports
 
 
 class WorkerHalf:
-    """Runs the transfers of one engine."""
+    """`layers`: index of each attention layer in the model, by vLLM's name of it. `outbox`: where the mover's reports wait for a step."""
 
-    def __init__(self, engine_store: EngineStore) -> None:
-        self.engine_store = engine_store
-        self._store = engine_store.store
-        self._counters = engine_store.counters
+    def __init__(self, mover: RankMover, layers: Mapping[str, int], outbox: Outbox) -> None:
+        self._mover = mover
+        self._layers = dict(layers)
+        self._outbox = outbox
         self._loads: dict[str, RunningLoad] = {}
+        self._layerwise: list[RunningLoad] = []
+        self._waited: set[int] = set()
+        self._layers_not_waited = False
         self._stores: list[RunningStore] = []
         self._stores_of: Counter[str] = Counter()
-        self._keys_being_stored: set[bytes] = set()
         self._finishing: set[str] = set()
         self._load_errors: set[int] = set()
 
@@ -69,167 +101,158 @@ class WorkerHalf:
         return len(self._stores)
 
     def start_loads(self, metadata: TuttiConnectorMetadata) -> None:
-        """Submits the step's loads and cancels those whose requests have ended."""
-        for transfer in metadata.take_loads():
-            operation = None
-            try:
-                operation = self._store.retrieve(transfer.keys, transfer.block_ids)
-            except Exception as error:
-                self.engine_store.report("loading blocks", error)
-            self._loads[transfer.request_id] = RunningLoad(transfer, operation)
+        """Begins the step's loads and cancels those whose requests have ended."""
+        for work in metadata.take_loads():
+            load = RunningLoad(work, None if work.move is None else self._mover.begin(work.move))
+            if work.layerwise:
+                self._layerwise.append(load)
+            else:
+                self._loads[work.request_id] = load
         for request_id in metadata.cancelled_loads:
-            load = self._loads.get(request_id)
-            if load is not None:
-                load.cancelled = True
-                if load.operation is not None:
-                    load.operation.cancel()
+            cancelled = self._loads.get(request_id)
+            if cancelled is not None:
+                cancelled.cancelled = True
+                if cancelled.plan is not None:
+                    cancelled.plan.cancel()
+
+    def wait_for_layer(self, metadata: TuttiConnectorMetadata, layer_name: str) -> None:
+        """Returns when this layer of the step's layer-wise loads has arrived, or has failed, which `finished` reports."""
+        if metadata.loads and any(work.layerwise for work in metadata.loads):
+            self.start_loads(metadata)  # this vLLM begins loads after the forward pass
+        if not self._layerwise:
+            return
+        layer = self._layers[layer_name]
+        self._waited.add(layer)
+        for load in self._layerwise:
+            if load.plan is not None:
+                load.plan.wait_layer(layer, FOREVER)  # the plan's own deadline ends it
 
     def start_stores(self, metadata: TuttiConnectorMetadata) -> None:
-        """Submits the step's stores. Call it when the step's KV is in place."""
-        for transfer in metadata.take_stores():
-            transfer = self._without_running(transfer)
-            if not transfer.keys:
+        """Begins the step's stores. Call it when the step's KV is in place.
+
+        None of them after a layer-wise load that failed: whatever was computed in its step may have been computed from its blocks.
+        """
+        failed = self._end_layerwise()
+        for work in metadata.take_stores():
+            if failed:
+                self._mover.refuse(work.move, Status.CANCELLED)
                 continue
-            try:
-                operation = self._store.store(transfer.keys, transfer.block_ids, parent=transfer.parent)
-            except Exception as error:
-                self.engine_store.report("storing blocks", error)
-                self._counters.blocks_store_failed += len(transfer.keys)
-                continue
-            self._stores.append(RunningStore(transfer, operation))
-            self._stores_of[transfer.request_id] += 1
-            self._keys_being_stored.update(transfer.keys)
+            plan = self._mover.begin(work.move)
+            if plan is not None:
+                self._stores.append(RunningStore(work, plan))
+                self._stores_of[work.request_id] += 1
 
     def finished(self, metadata: TuttiConnectorMetadata) -> tuple[set[str], set[str]]:
-        """`(sent, received)`: ended requests whose blocks are free, and requests whose load has ended since the last
-        call.
-        """
+        """`(sent, received)`: ended requests whose blocks are free, and requests whose load has ended since the last call."""
         self._finishing.update(metadata.finishing)
         if metadata.idle:
             self.start_stores(metadata)
             self._wait_a_moment()
+        self._end_layerwise()
         self._reap_stores()
-        unsubmitted = {transfer.request_id for transfer in metadata.stores}
+        unsubmitted = {work.request_id for work in metadata.stores}
         sent = {request_id for request_id in self._finishing - unsubmitted if not self._stores_of[request_id]}
         self._finishing -= sent
-        ended = [load for load in self._loads.values() if load.operation is None or _over(load.operation)]
+        ended = [load for load in self._loads.values() if load.plan is None or _over(load.plan)]
+        if ended:
+            self._mover.poll()
         for load in ended:
-            del self._loads[load.transfer.request_id]
-            self._end_load(load)
-        return sent, {load.transfer.request_id for load in ended}
+            del self._loads[load.work.request_id]
+            if not load.cancelled:
+                self._load_errors.update(load.failed())
+        return sent, {load.work.request_id for load in ended}
 
     def take_load_errors(self) -> set[int]:
         """Engine block ids that the loads reported by the last `finished` left without valid content."""
         errors, self._load_errors = self._load_errors, set()
         return errors
 
+    def take_metadata(self) -> TuttiWorkerMetadata | None:
+        """What the scheduler half is to know; `None` when there is nothing."""
+        reports = self._outbox.take()
+        if not reports and not self._layers_not_waited:
+            return None
+        metadata = TuttiWorkerMetadata(reports, self._layers_not_waited)
+        self._layers_not_waited = False
+        return metadata
+
     def end_stores_of(self, request_ids: Iterable[str]) -> None:
         """Cancels the stores of these requests and returns when none of them reads the engine's memory any more."""
         wanted = set(request_ids)
-        running = [store for store in self._stores if store.transfer.request_id in wanted]
+        running = [store for store in self._stores if store.work.request_id in wanted]
         for store in running:
-            store.operation.cancel()
+            store.plan.cancel()
         for store in running:
-            self._wait_until_over(store.operation)
+            _wait_until_over(store.plan)
         self._reap_stores()
 
     def shutdown(self) -> None:
         """Cancels loads, lets stores end, and returns when the engine's memory is its own again."""
-        for load in self._loads.values():
-            if load.operation is not None:
-                load.operation.cancel()
-        for operation in [load.operation for load in self._loads.values()] + [store.operation for store in self._stores]:
-            if operation is not None:
-                self._wait_until_over(operation)
+        loads = [*self._loads.values(), *self._layerwise]
+        for load in loads:
+            if load.plan is not None:
+                load.plan.cancel()
+        for plan in [load.plan for load in loads] + [store.plan for store in self._stores]:
+            if plan is not None:
+                _wait_until_over(plan)
         self._loads.clear()
+        self._layerwise.clear()
         self._reap_stores()
+        self._mover.close()
 
-    def _without_running(self, transfer: BlockTransfer) -> BlockTransfer:
-        """`transfer` without the leading blocks that another request is storing at this moment."""
-        skip = 0
-        while skip < len(transfer.keys) and transfer.keys[skip] in self._keys_being_stored:
-            skip += 1
-        if not skip:
-            return transfer
-        self._counters.blocks_already_stored += skip
-        return BlockTransfer(transfer.request_id, transfer.keys[skip:], transfer.block_ids[skip:], parent=transfer.keys[skip - 1])
+    def _end_layerwise(self) -> bool:
+        """Ends the step's layer-wise loads; whether one of them failed. A layer that nobody waited for may have been computed from anything."""
+        if not self._layerwise:
+            return False
+        before = len(self._load_errors)
+        complete = len(self._waited) == len(set(self._layers.values()))
+        for load in self._layerwise:
+            if load.plan is not None:
+                _wait_until_over(load.plan)
+            self._load_errors.update(load.failed() if complete else load.work.block_ids)
+        if not complete:
+            self._layers_not_waited = True
+            logger.error(
+                "the model waited for %d of %d layers of a load; its blocks are computed again, and loads are asynchronous from now on",
+                len(self._waited),
+                len(set(self._layers.values())),
+            )
+        self._layerwise, self._waited = [], set()
+        self._mover.poll()
+        return len(self._load_errors) > before
 
     def _wait_a_moment(self) -> None:
-        operations: list[RetrieveOperation | StoreOperation] = [
-            load.operation for load in self._loads.values() if load.operation is not None
-        ]
-        operations += [store.operation for store in self._stores if store.transfer.request_id in self._finishing]
-        if not operations or any(_over(operation) for operation in operations):
+        """Gives I/O a moment when there is nothing to compute, in place of a busy loop; less when something is over already."""
+        running = [load.plan for load in self._loads.values() if load.plan is not None] + [store.plan for store in self._stores]
+        if not running or any(_over(plan) for plan in running):
             return
-        if operations[0].done():
+        if running[0].done():
             time.sleep(DRAIN_POLL_SECONDS)
-            return
-        try:
-            operations[0].wait(IDLE_WAIT_SECONDS)
-        except TimeoutError:
-            return
-
-    def _wait_until_over(self, operation: RetrieveOperation | StoreOperation) -> None:
-        try:
-            operation.wait()
-        except Exception as error:
-            self.engine_store.report("waiting for an operation", error)
-        deadline = time.monotonic() + DRAIN_SECONDS
-        while not operation.drained():
-            if time.monotonic() > deadline:
-                logger.error("I/O did not end within %.0f s after its operation; check the devices", DRAIN_SECONDS)
-                deadline += DRAIN_SECONDS
-            time.sleep(DRAIN_POLL_SECONDS)
+        else:
+            running[0].wait(IDLE_WAIT_SECONDS)
 
     def _reap_stores(self) -> None:
         running = []
         for store in self._stores:
-            if not _over(store.operation):
+            if _over(store.plan):
+                self._stores_of[store.work.request_id] -= 1
+            else:
                 running.append(store)
-                continue
-            self._stores_of[store.transfer.request_id] -= 1
-            self._keys_being_stored.difference_update(store.transfer.keys)
-            self._count_store(store)
-        self._stores = running
-        self._stores_of = Counter({request_id: count for request_id, count in self._stores_of.items() if count > 0})
-
-    def _count_store(self, store: RunningStore) -> None:
-        result = self._result(store.operation, "storing blocks")
-        if result is None:
-            self._counters.blocks_store_failed += len(store.transfer.keys)
-            return
-        statuses = Counter(result.statuses.tolist())
-        stored, existing, refused = (statuses.pop(status.value, 0) for status in (Status.OK, Status.EXISTS, Status.REJECTED))
-        self._counters.blocks_stored += stored
-        self._counters.blocks_already_stored += existing
-        self._counters.blocks_refused += refused
-        self._counters.blocks_store_failed += statuses.total()
-
-    def _end_load(self, load: RunningLoad) -> None:
-        self._counters.loads += 1
-        result = None if load.operation is None else self._result(load.operation, "loading blocks")
-        if result is not None:
-            self._counters.blocks_loaded += result.ok_blocks
-            self._counters.bytes_loaded += result.bytes
-            self._counters.load_seconds += result.seconds
-        if load.cancelled:
-            self._counters.loads_cancelled += 1
-            return
-        block_ids = load.transfer.block_ids
-        failed = block_ids
-        if result is not None:
-            failed = [block_id for block_id, status in zip(block_ids, result.statuses, strict=True) if status != Status.OK]
-        if failed:
-            self._counters.loads_failed += 1
-            self._load_errors.update(failed)
-
-    def _result(self, operation: RetrieveOperation | StoreOperation, action: str) -> Result | None:
-        try:
-            return operation.wait(0.0)
-        except Exception as error:
-            self.engine_store.report(action, error)
-            return None
+        if len(running) != len(self._stores):
+            self._mover.poll()
+            self._stores = running
+            self._stores_of = Counter({request_id: count for request_id, count in self._stores_of.items() if count > 0})
 
 
-def _over(operation: RetrieveOperation | StoreOperation) -> bool:
-    return operation.done() and operation.drained()
+def _wait_until_over(plan: PlanLike) -> None:
+    plan.wait(FOREVER)
+    deadline = time.monotonic() + DRAIN_SECONDS
+    while not plan.drained():
+        if time.monotonic() > deadline:
+            logger.error("I/O did not end within %.0f s after its operation; check the devices", DRAIN_SECONDS)
+            deadline += DRAIN_SECONDS
+        time.sleep(DRAIN_POLL_SECONDS)
+
+
+def _over(plan: PlanLike) -> bool:
+    return plan.done() and plan.drained()

@@ -1,0 +1,104 @@
+"""What a load costs and what it saves, as the engine itself has measured it.
+
+Two straight lines are fitted, both with exponentially fading weights, so that they follow the machine: seconds of a load over its blocks,
+and seconds of an engine step over its tokens. A load is worth it when it takes less time than computing its tokens would add to a step.
+Nothing is a constant: on a fast GPU a single block of 16 tokens is cheaper to compute, on a CPU it never is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+_FADE = 0.98
+_LEAST_WEIGHT = 3.0
+_PROBE_EVERY = 16
+
+
+class LinearCost:
+    """`seconds = fixed + each * amount`, fitted to what was observed. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._weight = self._x = self._y = self._xx = self._xy = 0.0
+
+    def observe(self, amount: float, seconds: float) -> None:
+        """One measurement."""
+        for name, value in (("_weight", 1.0), ("_x", amount), ("_y", seconds), ("_xx", amount * amount), ("_xy", amount * seconds)):
+            setattr(self, name, getattr(self, name) * _FADE + value)
+
+    @property
+    def known(self) -> bool:
+        """Whether there are enough measurements."""
+        return self._weight >= _LEAST_WEIGHT * 0.9
+
+    @property
+    def each(self) -> float:
+        """Seconds per unit, never negative. Where all amounts were alike, all of the time is taken to depend on them."""
+        if not self._weight or not self._xx:
+            return 0.0
+        mean = self._x / self._weight
+        spread = self._xx / self._weight - mean * mean
+        if spread <= 1e-6 * mean * mean:
+            return self._y / self._x
+        slope = (self._xy / self._weight - mean * self._y / self._weight) / spread
+        return min(max(slope, 0.0), self._y / self._x)
+
+    @property
+    def fixed(self) -> float:
+        """Seconds that don't depend on the amount, never negative."""
+        return max(0.0, (self._y - self.each * self._x) / self._weight) if self._weight else 0.0
+
+    def seconds(self, amount: float) -> float:
+        """Seconds to expect."""
+        return self.fixed + self.each * amount
+
+    def as_dict(self) -> dict[str, float]:
+        """The fit, to be kept."""
+        return {"weight": self._weight, "x": self._x, "y": self._y, "xx": self._xx, "xy": self._xy}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> LinearCost:
+        """The inverse of as_dict. What is not there, or not a number, is as if nothing had been measured."""
+        cost = cls()
+        numbers = [values.get(name) for name in ("weight", "x", "y", "xx", "xy")]
+        if all(isinstance(number, int | float) and 0 <= number < 1e18 for number in numbers):
+            cost._weight, cost._x, cost._y, cost._xx, cost._xy = (float(number) for number in numbers)  # type: ignore[arg-type]
+        return cost
+
+
+class LoadCost:
+    """Decides between loading and computing. Not thread-safe. `load`: over blocks; `step`: over tokens."""
+
+    def __init__(self, load: LinearCost | None = None, step: LinearCost | None = None) -> None:
+        self.load = load or LinearCost()
+        self.step = step or LinearCost()
+        self._refused = 0
+
+    def worth(self, blocks: int, tokens: int) -> bool:
+        """Whether loading `blocks` is expected to be faster than computing their `tokens`.
+
+        True while too little has been measured; and once in sixteen refusals, so that a tier that has become fast is noticed.
+        """
+        if not self.load.known or not self.step.known or self.load.seconds(blocks) < self.step.each * tokens:
+            self._refused = 0
+            return True
+        self._refused += 1
+        if self._refused >= _PROBE_EVERY:
+            self._refused = 0
+            return True
+        return False
+
+    def hidden(self, blocks: int, tokens: int) -> bool:
+        """Whether a step that computes `tokens` is expected to last longer than the load of `blocks`."""
+        return self.load.known and self.step.known and self.load.seconds(blocks) <= self.step.seconds(tokens)
+
+    def as_dict(self) -> dict[str, dict[str, float]]:
+        """Both fits, to be kept."""
+        return {"load": self.load.as_dict(), "step": self.step.as_dict()}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> LoadCost:
+        """The inverse of as_dict; damaged or missing values count as not measured."""
+        parts = [values.get(name) for name in ("load", "step")]
+        load, step = (LinearCost.from_dict(part) if isinstance(part, Mapping) else LinearCost() for part in parts)
+        return cls(load, step)

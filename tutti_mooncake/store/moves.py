@@ -151,8 +151,8 @@ class RankedPlan:
 class RankedMover:
     """Moves by other processes or threads: gives out moves, takes reports. Thread-safe.
 
-    `ranks`: how many work at each move. `blocks`: engine blocks that each has; `groups`: block tables per move. `reports_by_itself`: whether
-    reports come without anybody asking, so that waiting for them at the end makes sense.
+    `ranks`: how many work at each move. `blocks`: engine blocks that each has. `reports_by_itself`: whether reports come without anybody
+    asking, so that waiting for them at the end makes sense.
     """
 
     def __init__(self, ranks: int, layers: int, blocks: int, *, reports_by_itself: bool) -> None:

@@ -45,7 +45,7 @@ class LoadPolicy:
         self._waiting_tokens = 0
 
     def decide(self, blocks: int, tokens: int, rest: int, *, alone: bool) -> Decision:
-        """About a hit of `blocks` with `tokens`, of a request that has `rest` more tokens to compute; `alone`: no other request is running."""
+        """About a hit of `blocks` with `tokens`, of a request that has `rest` more tokens to compute; `alone`: nobody else is running."""
         if not self.loads.allows():
             return Decision.BYPASSED
         if self._config.load_threshold == "measured" and not self.cost.worth(blocks, tokens):

@@ -201,7 +201,7 @@ class WorkerHalf:
         self._mover.close()
 
     def _end_layerwise(self) -> bool:
-        """Ends the step's layer-wise loads; whether one of them failed. A layer that nobody waited for may have been computed from anything."""
+        """Ends the step's layer-wise loads; whether one of them failed. A layer that nobody waited for counts as failed."""
         if not self._layerwise:
             return False
         before = len(self._load_errors)

@@ -115,6 +115,9 @@ class BlockTable:
 
     def release(self, slots: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> None: ...
 
+    def keys(self, slots: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> Annotated[NDArray[numpy.uint8], dict(shape=(None, 32))]:
+        """Keys of slots in use, or removed and not yet given out again."""
+
     def pin_prefix(self, keys: Annotated[NDArray[numpy.uint8], dict(shape=(None, 32), order='C', device='cpu', writable=False)], now: int) -> tuple[int, int, int]:
         """(slot, generation, blocks); slot 2**32-1 = nothing resident."""
 

@@ -246,6 +246,12 @@ void bind_index(nb::module_& module) {
           },
           nb::arg("slots"))
       .def(
+          "keys",
+          [](const BlockTable& table, const In<uint32_t>& slots) {
+            return to_numpy_keys(table.keys_of(to_span(slots)));
+          },
+          nb::arg("slots"), "Keys of slots in use, or removed and not yet given out again.")
+      .def(
           "pin_prefix",
           [](BlockTable& table, const KeysIn& keys, uint32_t now) {
             uint32_t blocks = 0;

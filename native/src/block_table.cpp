@@ -429,6 +429,16 @@ SlotRecord BlockTable::record_of(uint32_t slot, RecordState state) const {
   return record;
 }
 
+std::vector<Key> BlockTable::keys_of(std::span<const uint32_t> slots) const {
+  const std::lock_guard lock(mutex_);
+  std::vector<Key> keys;
+  keys.reserve(slots.size());
+  for (const uint32_t slot : slots) {
+    keys.push_back(keys_[slot]);
+  }
+  return keys;
+}
+
 SlotState BlockTable::state_of(uint32_t slot) const {
   const std::lock_guard lock(mutex_);
   return state_[slot];

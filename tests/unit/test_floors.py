@@ -13,6 +13,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "tutti_mooncake"
 FLOORS = {
     "geometry": 0,
     "keys": 0,
+    "block_hashes": 0,
     "config": 0,
     "errors": 0,
     "metrics": 0,

@@ -24,10 +24,11 @@ from tutti_mooncake.errors import ConfigError, PoolReadOnly, Status, TensorError
 from tutti_mooncake.geometry import Geometry
 from tutti_mooncake.io.device import all_in_memory
 from tutti_mooncake.io.executor import Mover, choose_executor
-from tutti_mooncake.keys import BlockIds, Keys, as_block_ids, as_key_array, salt_mask
+from tutti_mooncake.keys import BlockIds, KeyArray, Keys, as_block_ids, as_key_array, salt_mask
 from tutti_mooncake.store.admission import WriteBudget, make_admission
 from tutti_mooncake.store.committer import Committer
 from tutti_mooncake.store.counters import Counters, Publisher
+from tutti_mooncake.store.history import History, Removal
 from tutti_mooncake.store.leases import Leases
 from tutti_mooncake.store.lifetime import Lifetime, track
 from tutti_mooncake.store.listing import NO_SLOT, list_blocks
@@ -36,6 +37,7 @@ from tutti_mooncake.store.operations import Operation, RetrieveOperation, StoreO
 from tutti_mooncake.store.pool import Pool, Progress
 from tutti_mooncake.store.recovery import recover
 from tutti_mooncake.store.reports import BlockInfo, Pin, RecoveryReport, VerifyReport
+from tutti_mooncake.store.request_log import RequestLog
 from tutti_mooncake.store.retire import Retirement
 from tutti_mooncake.store.verify import verify_blocks
 
@@ -86,12 +88,14 @@ class LocalStore:
         self._admission = make_admission(config.admission)
         state = pool.read_state()
         self._budget = WriteBudget(config.write_budget, clock(), state.get("budget_level"), state.get("budget_time"))
-        self._retirement = Retirement(table, self._free_records)
+        self.history = History.read(pool.devices[0].buffered_fd, clock)
+        self.requests = RequestLog.read(pool.devices[0].buffered_fd)
+        self._retirement = Retirement(table, self._free_records, self.history)
         self._counters = Counters()
         self._leases = Leases(table, clock)
         self._lock = threading.RLock()  # order of reservations, evictions and removals
         self._life = Lifetime(self._lock)
-        self._publisher = Publisher(self._published, pool.write_counters)
+        self._publisher = Publisher(self._published, self._leave_on_pool)
         self._committer = Committer(None if config.read_only else self._publisher.tick)
         if not config.read_only:
             self._write_state(clean=False)
@@ -265,7 +269,7 @@ class LocalStore:
         with self._lock:
             self._check_writable()
             removed = self._table.remove(array, np.zeros(len(array), dtype=np.uint32))
-            self._retirement.retire(removed)
+            self._retirement.retire(removed, Removal.DROPPED)
         self._counters.add(dropped_blocks=len(removed))
         return len(removed)
 
@@ -274,7 +278,7 @@ class LocalStore:
         with self._lock:
             self._check_writable()
             removed = self._table.clear()
-            self._retirement.retire(removed)
+            self._retirement.retire(removed, Removal.CLEARED)
         self._counters.add(cleared_blocks=len(removed))
         return len(removed)
 
@@ -330,6 +334,10 @@ class LocalStore:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
+    def salted(self, keys: Keys) -> KeyArray:
+        """The keys under which the blocks of these hashes are stored; and the hashes behind stored keys: it is its own inverse."""
+        return as_key_array(keys, self._mask)
+
     # --- inner parts ---
 
     def _now(self) -> int:
@@ -369,7 +377,14 @@ class LocalStore:
 
     def _published(self) -> dict[str, int]:
         """Everything that was counted, for other processes."""
-        return {**self._counters.values(), **{name: n for name, n in self._mover.stats().items() if isinstance(n, int)}}
+        lanes = {name: n for name, n in self._mover.stats().items() if isinstance(n, int)}
+        return {**self._counters.values(), **lanes, "removed_blocks": self.history.total, "noted_requests": self.requests.total}
+
+    def _leave_on_pool(self, counters: dict[str, int]) -> None:
+        descriptor = self._pool.devices[0].buffered_fd
+        self._pool.write_counters(counters)
+        self.history.write(descriptor)
+        self.requests.write(descriptor)
 
     def _write_state(self, *, clean: bool) -> None:
         self._pool.write_state(clean=clean, budget_level=self._budget.level, budget_time=self._clock())
@@ -391,7 +406,7 @@ class LocalStore:
     ) -> tuple[Any, Slots, Slots, npt.NDArray[np.uint8]]:
         now = self._now()
         if self.config.ttl_seconds:
-            self._retirement.retire(self._table.sweep_expired(_SWEEP_SLOTS, now))
+            self._retirement.retire(self._table.sweep_expired(_SWEEP_SLOTS, now), Removal.EXPIRED)
         above = chain if parent is None else np.concatenate([parent, chain])
         slot, generation, _ = self._table.pin_prefix(above, now)  # eviction must not take what the new blocks hang on
         try:
@@ -400,7 +415,7 @@ class LocalStore:
                 self._evict(min(max(missing, _EVICT_BATCH), max(missing, self._table.slots // 16)))
             expiry = int(now + self.config.ttl_seconds) if self.config.ttl_seconds else 0
             reservations, removed = self._table.reserve(chain, parent, expiry, now)
-            self._retirement.retire(removed)
+            self._retirement.retire(removed, Removal.EXPIRED)
         finally:
             if slot != NO_SLOT:
                 self._table.unpin(slot, generation)
@@ -409,10 +424,8 @@ class LocalStore:
 
     def _evict(self, blocks: int) -> int:
         removed = self._table.evict(blocks)
-        if len(removed):  # nobody reads them: a retrieve pins what it reads
-            self._counters.add(evicted_blocks=len(removed))
-            if self._free_records(removed):
-                self._table.release(removed)
+        self._counters.add(evicted_blocks=len(removed))
+        self._retirement.retire(removed, Removal.EVICTED)
         return len(removed)
 
     def _free_records(self, slots: Slots) -> bool:
@@ -430,7 +443,7 @@ class LocalStore:
             return
         with self._lock:
             removed = self._table.remove(keys, generations)
-            self._retirement.retire(removed)
+            self._retirement.retire(removed, Removal.FAILED_CHECK)
         self._counters.add(dropped_blocks=len(removed))
 
     # --- ends of operations ---
@@ -460,7 +473,7 @@ class LocalStore:
 
         def retire() -> None:
             with self._lock:
-                self._retirement.retire(removed)
+                self._retirement.retire(removed, Removal.NOT_WRITTEN)
 
         if len(removed):
             self._committer.when_drained(plan, retire)

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tutti_mooncake import _native
+from tutti_mooncake.store.history import History, Removal
 
 Slots = npt.NDArray[np.uint32]
 
@@ -19,9 +20,10 @@ Slots = npt.NDArray[np.uint32]
 class Retirement:
     """`free_records(slots)` makes the slots' records free on the device and says whether that worked; else they stay out of use."""
 
-    def __init__(self, table: _native.BlockTable, free_records: Callable[[Slots], bool]) -> None:
+    def __init__(self, table: _native.BlockTable, free_records: Callable[[Slots], bool], history: History) -> None:
         self._table = table
         self._free_records = free_records
+        self._history = history
         self._next_ticket = 0
         self._readers: set[int] = set()
         self._waiting: list[tuple[int, Slots]] = []
@@ -40,11 +42,14 @@ class Retirement:
             self._table.release(slots)
         self._waiting = [entry for entry in self._waiting if entry[0] >= oldest]
 
-    def retire(self, slots: Slots) -> None:
-        """Takes slots that can't be found any more."""
-        if not len(slots) or not self._free_records(slots):
+    def retire(self, slots: Slots, reason: Removal) -> None:
+        """Takes slots that can't be found any more. Those that were evicted have no readers: a retrieve pins what it reads."""
+        if not len(slots):
             return
-        if self._readers:
+        self._history.removed(self._table.keys(slots), reason)
+        if not self._free_records(slots):
+            return
+        if self._readers and reason is not Removal.EVICTED:
             self._waiting.append((self._next_ticket, slots))
         else:
             self._table.release(slots)

@@ -89,6 +89,8 @@ class BlockTable {
 
   [[nodiscard]] SlotRecord record_of(uint32_t slot, RecordState state) const;
   [[nodiscard]] SlotState state_of(uint32_t slot) const;
+  // Keys of slots that are in use, or removed and not yet given out again.
+  [[nodiscard]] std::vector<Key> keys_of(std::span<const uint32_t> slots) const;
   [[nodiscard]] TableCounts counts() const;
   [[nodiscard]] uint64_t slots() const noexcept { return state_.size(); }
   [[nodiscard]] uint64_t memory_bytes() const noexcept;

@@ -11,10 +11,13 @@ import numpy as np
 
 from tutti_mooncake import Result, Status
 from tutti_mooncake.config import EngineConfig
+from tutti_mooncake.connectors.vllm.accounting import Accounting
 from tutti_mooncake.connectors.vllm.policy import LoadPolicy
 from tutti_mooncake.connectors.vllm.registry import EngineStore
+from tutti_mooncake.connectors.vllm.spans import Spans
 from tutti_mooncake.schedule import LoadCost
 from tutti_mooncake.store.moves import Move, MoveReport, RankedMover
+from tutti_mooncake.store.request_log import RequestLog
 
 
 def move(blocks: Sequence[int], move_id: int = 1, *, write: bool = False) -> Move:
@@ -105,6 +108,11 @@ def end(operation: FakeOperation, *statuses: Status) -> list[MoveReport]:
 def engine_store(store: FakeStore) -> EngineStore:
     """What the registry would hand out for `store`."""
     return EngineStore("engine", store, store.mover, geometry=None)  # type: ignore[arg-type]
+
+
+def accounting(ours: EngineStore, block_tokens: int) -> Accounting:
+    """Counts, and notes that nobody reads."""
+    return Accounting(ours.counters, RequestLog(), Spans(None), block_tokens)
 
 
 def policy(load: str = "asynchronous", clock: Any = None, **settings: Any) -> LoadPolicy:

@@ -10,9 +10,10 @@ import pytest
 from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput
 
-from tests.e2e.vllm.fake_store import FakeStore, end, engine_store, policy
+from tests.e2e.vllm.fake_store import FakeStore, accounting, end, engine_store, policy
 from tutti_mooncake import Status
 from tutti_mooncake.connectors.vllm.metadata import TuttiConnectorMetadata, TuttiWorkerMetadata
+from tutti_mooncake.connectors.vllm.policy import LoadPolicy
 from tutti_mooncake.connectors.vllm.scheduler import SchedulerHalf
 
 T = 4
@@ -82,6 +83,11 @@ def stored(metadata: TuttiConnectorMetadata, store: FakeStore) -> list[tuple[str
     return [(request_id, operation.keys, operation.block_ids, operation.parent) for request_id, operation in found]
 
 
+def scheduler(store: FakeStore, load_policy: LoadPolicy | None = None, **roles: bool) -> SchedulerHalf:
+    ours = engine_store(store)
+    return SchedulerHalf(ours, load_policy or policy(), accounting(ours, T), T, **roles)
+
+
 @pytest.fixture
 def store() -> FakeStore:
     return FakeStore()
@@ -89,7 +95,7 @@ def store() -> FakeStore:
 
 @pytest.fixture
 def half(store: FakeStore) -> SchedulerHalf:
-    return SchedulerHalf(engine_store(store), policy(), T, may_load=True, may_store=True)
+    return scheduler(store, may_load=True, may_store=True)
 
 
 def test_pins_return_to_zero_whatever_becomes_of_a_thousand_requests(half: SchedulerHalf, store: FakeStore) -> None:
@@ -245,9 +251,9 @@ def test_requests_with_an_adapter_are_left_out(half: SchedulerHalf, store: FakeS
 
 def test_role_decides_between_loading_and_storing(store: FakeStore) -> None:
     store.resident = set(chain("a", 3))
-    producer = SchedulerHalf(engine_store(store), policy(), T, may_load=False, may_store=True)
+    producer = scheduler(store, may_load=False, may_store=True)
     assert producer.match(request("a", 3 * T + 1), 0) == (0, False)
-    consumer = SchedulerHalf(engine_store(store), policy(), T, may_load=True, may_store=False)
+    consumer = scheduler(store, may_load=True, may_store=False)
     one = request("b", 2 * T)
     consumer.match(one, 0)
     consumer.allocated(one, [1, 2], 0)

@@ -6,7 +6,7 @@ waits for its own part). One that fails is always computed again, whatever `kv_l
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,9 +19,13 @@ from vllm.logger import init_logger
 
 from tutti_mooncake.config import read_settings
 from tutti_mooncake.connectors.vllm import namespace, registry
+from tutti_mooncake.connectors.vllm.accounting import Accounting
+from tutti_mooncake.connectors.vllm.events import Events
 from tutti_mooncake.connectors.vllm.metadata import TuttiConnectorMetadata, TuttiWorkerMetadata
 from tutti_mooncake.connectors.vllm.policy import LoadPolicy
 from tutti_mooncake.connectors.vllm.scheduler import SchedulerHalf
+from tutti_mooncake.connectors.vllm.spans import Spans
+from tutti_mooncake.connectors.vllm.stats import TuttiPromMetrics, TuttiStats
 from tutti_mooncake.connectors.vllm.worker import Outbox, WorkerHalf
 from tutti_mooncake.errors import ConfigError
 from tutti_mooncake.schedule import LoadCost
@@ -30,6 +34,8 @@ from tutti_mooncake.store.rank_mover import RankMover
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import PromMetric, PromMetricT
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
     from vllm.v1.core.block_pool import BlockPool
@@ -76,8 +82,15 @@ class TuttiConnector(KVConnectorBase_V1):
         if role == KVConnectorRole.SCHEDULER:
             ranks = vllm_config.parallel_config.tensor_parallel_size
             scheduler = vllm_config.scheduler_config
+            block_tokens = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+            engine_store = registry.open_store(self._engine_id, self._store_config, ranks, kv_cache_config.num_blocks)
+            announced = vllm_config.kv_events_config
+            events = None
+            if announced is not None and announced.enable_kv_cache_events:
+                events = Events(block_tokens, engine_store.store.salted)
+                engine_store.store.history.listen(events.removed)
             self._scheduler = SchedulerHalf(
-                registry.open_store(self._engine_id, self._store_config, ranks, kv_cache_config.num_blocks),
+                engine_store,
                 # With asynchronous scheduling the next step is on its way before a failed load is known.
                 LoadPolicy(
                     self._engine_config,
@@ -85,11 +98,13 @@ class TuttiConnector(KVConnectorBase_V1):
                     may_wait=not scheduler.async_scheduling,
                     largest_step=scheduler.max_num_batched_tokens,
                 ),
-                kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size,
+                Accounting(engine_store.counters, engine_store.store.requests, Spans(vllm_config), block_tokens),
+                block_tokens,
                 may_load=transfer.is_kv_consumer,
                 may_store=transfer.is_kv_producer,
+                events=events,
             )
-            logger.info("TuttiConnector: %s", self._scheduler.engine_store.store.recovery)
+            logger.info("TuttiConnector: %s", engine_store.store.recovery)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -174,6 +189,27 @@ class TuttiConnector(KVConnectorBase_V1):
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         self._require_scheduler().worker_output(connector_output)
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        return self._require_scheduler().take_events()
+
+    def get_kv_connector_stats(self) -> TuttiStats | None:
+        """The scheduler half's; workers have none of their own."""
+        return None if self._scheduler is None else self._scheduler.take_stats()
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> TuttiStats:
+        return TuttiStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[type[PromMetric], type[PromMetricT]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> TuttiPromMetrics:
+        return TuttiPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self._require_scheduler().finished(request), None

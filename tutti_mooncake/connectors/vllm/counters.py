@@ -1,7 +1,7 @@
 """Counts of what the connector did, kept by the scheduler half.
 
-The denominator of a hit rate is `requested_tokens`: every prompt token of every
-admitted request, cached or not, so `1 - (local_hit_tokens + hit_tokens) / requested_tokens` is what had to be computed.
+The denominator of a hit rate is `requested_tokens`: every prompt token of every settled request, cached or not:
+`local_hit_tokens + hit_tokens + miss_tokens == requested_tokens` at any time.
 """
 
 from __future__ import annotations
@@ -14,17 +14,26 @@ class Counters:
     """Monotonic counters; tokens and blocks are vLLM's."""
 
     requests: int = 0
-    """Requests admitted at least once."""
+    """Requests settled: it is known where their prompt's KV came from."""
     requested_tokens: int = 0
     """Prompt tokens of those requests, each counted once."""
     local_hit_tokens: int = 0
     """Of these, found in vLLM's own prefix cache at admission."""
     hit_tokens: int = 0
     """Of these, loaded from the store, and loaded well."""
+    miss_tokens: int = 0
+    """Of these, computed."""
+    requested_blocks: int = 0
+    """Full blocks of those prompts; the four counters below are as those of tokens."""
+    local_hit_blocks: int = 0
+    hit_blocks: int = 0
+    miss_blocks: int = 0
     preemptions: int = 0
     """Times that vLLM took a request's blocks away before it had ended."""
     loads: int = 0
     """Loads that ended."""
+    loads_ok: int = 0
+    """Loads of which every block arrived."""
     loads_failed: int = 0
     """Loads of which at least one block failed and was computed again."""
     loads_cancelled: int = 0

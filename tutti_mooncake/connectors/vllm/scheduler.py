@@ -6,25 +6,31 @@ Invariants:
 - A request with a running asynchronous load ends through `finished_recving` alone, one with stores behind it through `finished_sending`
   alone: vLLM frees a request's blocks exactly once.
 - At most one load of a request may fail; after that it is offered nothing more.
-- Requests with a LoRA adapter are left out: vLLM's block hashes know the adapter's name only, not its weights.
+- Requests with a LoRA adapter are neither loaded nor stored: vLLM's block hashes know the adapter's name only, not its weights.
 
 All methods are called from vLLM's scheduler thread.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
 
 from tutti_mooncake import Result, RetrieveOperation, Status, StoreOperation
+from tutti_mooncake.connectors.vllm.accounting import Accounting, Finding
+from tutti_mooncake.connectors.vllm.events import Events
 from tutti_mooncake.connectors.vllm.metadata import LoadWork, StoreWork, TuttiConnectorMetadata, TuttiWorkerMetadata
 from tutti_mooncake.connectors.vllm.policy import Decision, LoadPolicy
 from tutti_mooncake.connectors.vllm.registry import EngineStore
+from tutti_mooncake.connectors.vllm.request_state import Load, Offer, RequestState, Store
+from tutti_mooncake.connectors.vllm.stats import StatsReader, TuttiStats
 from tutti_mooncake.store.moves import RankedPlan
 
 if TYPE_CHECKING:
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import KVConnectorOutput
@@ -40,62 +46,28 @@ _TIER_FAILURES = (Status.DEVICE_ERROR, Status.SHORT_IO, Status.NO_SPACE, Status.
 """What says that the store is sick, and not only one block."""
 
 
-@dataclass
-class Offer:
-    """Blocks `[begin, end)` of a request's chain that were found in the store, and the pin that keeps them there."""
-
-    pin: Pin
-    begin: int
-    end: int
-    layerwise: bool
-
-
-@dataclass
-class Load:
-    """A load on its way: the engine blocks it fills and the position of the first one in its chain."""
-
-    operation: RetrieveOperation | None
-    begin: int
-    block_ids: list[int]
-    counts_as_hit: bool
-    layerwise: bool
-    cancelled: bool = False
-
-
-@dataclass
-class Store:
-    """A store on its way: blocks of a request from position `begin` on."""
-
-    request_id: str
-    operation: StoreOperation
-    begin: int
-
-
-@dataclass
-class RequestState:
-    """What is known of one unfinished request."""
-
-    request: Request
-    block_ids: list[int] = field(default_factory=list)
-    next_store: int = 0
-    """Position of the first block that is neither stored nor planned."""
-    local_tokens: int = 0
-    """Tokens found in vLLM's own cache at the last lookup."""
-    offer: Offer | None = None
-    admitted: bool = False
-    load_failed: bool = False
-    has_stores: bool = False
-
-
 class SchedulerHalf:
-    """`block_tokens`: tokens per block. `may_load`, `may_store`: what the engine's KV role allows."""
+    """`block_tokens`: tokens per block. `may_load`, `may_store`: what the engine's KV role allows. `events`: where to announce blocks."""
 
-    def __init__(self, engine_store: EngineStore, policy: LoadPolicy, block_tokens: int, *, may_load: bool, may_store: bool) -> None:
+    def __init__(
+        self,
+        engine_store: EngineStore,
+        policy: LoadPolicy,
+        accounting: Accounting,
+        block_tokens: int,
+        *,
+        may_load: bool,
+        may_store: bool,
+        events: Events | None = None,
+    ) -> None:
         self.engine_store = engine_store
         self._store = engine_store.store
         self._mover = engine_store.mover
         self._counters = engine_store.counters
         self._policy = policy
+        self._accounting = accounting
+        self._events = events
+        self._stats = StatsReader(engine_store.counters)
         self._block_tokens = block_tokens
         self._may_load = may_load
         self._may_store = may_store
@@ -131,21 +103,17 @@ class SchedulerHalf:
         Never the last token of the request: vLLM needs one token to compute. Looks up the whole chain even if vLLM has it all, to learn
         which of its blocks are missing from the store, and to mark the others as used.
         """
-        if request.lora_request is not None:
-            return 0, False
         state = self._states.setdefault(request.request_id, RequestState(request))
         self._withdraw(request.request_id, state)
-        state.local_tokens = computed_tokens
         keys = request.block_hashes
-        resident = self._lookup(keys)
+        resident = 0 if request.lora_request is not None else self._lookup(keys)
         state.next_store = resident
-        if not self._may_load or state.load_failed or getattr(request, "skip_reading_prefix_cache", False):
-            return 0, False
         begin = computed_tokens // self._block_tokens
         end = min(resident, (request.num_tokens - 1) // self._block_tokens)
-        if end <= begin:
+        state.finding = Finding(computed_tokens, resident, self._why_not(state))
+        if end <= begin or state.finding.why:
             return 0, False
-        decision = self._decide(request, begin, end)
+        decision = self._decide(state, begin, end)
         if decision is None:
             return 0, False
         pin = self._pin(keys[:end])
@@ -168,9 +136,8 @@ class SchedulerHalf:
         first_admission = not state.admitted
         if first_admission:
             state.admitted = True
-            self._counters.requests += 1
-            self._counters.requested_tokens += request.num_prompt_tokens
-            self._counters.local_hit_tokens += min(state.local_tokens, request.num_prompt_tokens)
+            if state.offer is None or external_tokens == 0:
+                self._accounting.settle(request, state.finding)
         offer = state.offer
         if offer is None:
             return
@@ -263,6 +230,28 @@ class SchedulerHalf:
             state.next_store = 0
         return True
 
+    def take_events(self) -> Sequence[KVCacheEvent]:
+        """KV events since the last call."""
+        return () if self._events is None else self._events.take()
+
+    def take_stats(self) -> TuttiStats | None:
+        """What has grown since the last call; None when nothing did."""
+        if not self._stats.changed():
+            return None
+        try:
+            store = self._store.stats()
+        except Exception as error:
+            self.engine_store.report("reading the store's statistics", error)
+            return None
+        breakers = {"loads": float(self._policy.loads.state), "stores": float(self._policy.stores.state)}
+        gauges: dict[str, dict[str, float]] = {
+            "tutti_breaker_state": breakers,
+            "tutti_resident_blocks": {"": store["resident_blocks"]},
+            "tutti_capacity_blocks": {"": store["slots"]},
+            "tutti_pins": {"": self.pins_held},
+        }
+        return self._stats.read(gauges, store.get("evicted_blocks", 0))
+
     def shutdown(self) -> None:
         """Gives all pins back."""
         for request_id, state in list(self._offers.items()):
@@ -273,16 +262,28 @@ class SchedulerHalf:
 
     # --- loads ---
 
-    def _decide(self, request: Request, begin: int, end: int) -> Decision | None:
+    def _why_not(self, state: RequestState) -> str:
+        """Why nothing of the request may be loaded, whatever the store has; empty when it may."""
+        if state.request.lora_request is not None:
+            return "the request has an adapter"
+        if not self._may_load:
+            return "the engine's kv_role only stores"
+        if getattr(state.request, "skip_reading_prefix_cache", False):
+            return "the request skips reading the cache"
+        return "an earlier load of the request failed" if state.load_failed else ""
+
+    def _decide(self, state: RequestState, begin: int, end: int) -> Decision | None:
         """How to load blocks `[begin, end)`; `None` when they are better computed, which is counted."""
-        blocks = end - begin
+        request, blocks = state.request, end - begin
         rest = request.num_tokens - end * self._block_tokens
         alone = not self._running - {request.request_id}
         decision = self._policy.decide(blocks, blocks * self._block_tokens, rest, alone=alone)
         if decision is Decision.NOT_WORTH_IT:
+            state.finding.why = "faster to compute"
             self._counters.blocks_not_worth_loading += blocks
             return None
         if decision is Decision.BYPASSED:
+            state.finding.why = "the breaker of loads was open"
             self._counters.blocks_bypassed += blocks
             return None
         return decision
@@ -296,7 +297,7 @@ class SchedulerHalf:
         except Exception as error:
             self.engine_store.report("loading blocks", error)
         request_id = state.request.request_id
-        self._loads[request_id] = Load(operation, offer.begin, block_ids, counts_as_hit, offer.layerwise)
+        self._loads[request_id] = Load(operation, offer.begin, block_ids, counts_as_hit, offer.layerwise, state.request, state.finding)
         self._new_loads.append(LoadWork(request_id, block_ids, move, offer.layerwise))
         self._policy.load_begins(len(block_ids), state.request.num_tokens - end * self._block_tokens, layerwise=offer.layerwise)
 
@@ -308,8 +309,18 @@ class SchedulerHalf:
             self._counters.blocks_loaded += result.ok_blocks
             self._counters.bytes_loaded += result.bytes
             self._counters.load_seconds += result.seconds
+        self._accounting.load_ended(
+            load.request,
+            0.0 if result is None else result.seconds,
+            len(load.block_ids),
+            statuses.count(Status.OK),
+            0 if result is None else result.bytes,
+            layerwise=load.layerwise,
+        )
         if load.cancelled:
             self._counters.loads_cancelled += 1
+            if load.counts_as_hit:
+                self._accounting.settle(load.request, load.finding, cancelled=True)
             return
         failed = [
             i
@@ -328,8 +339,10 @@ class SchedulerHalf:
             if load.layerwise and self._block_pool is not None and state is not None:
                 # What was computed behind a block that didn't arrive may be right for nobody, and is computed again.
                 self._block_pool.evict_blocks(set(load.block_ids[failed[0] :]) | set(state.block_ids[load.begin + failed[0] :]))
+        else:
+            self._counters.loads_ok += 1
         if load.counts_as_hit:
-            self._counters.hit_tokens += (failed[0] if failed else len(load.block_ids)) * self._block_tokens
+            self._accounting.settle(load.request, load.finding, loaded=failed[0] if failed else len(load.block_ids), failed=len(failed))
 
     def _withdraw(self, request_id: str, state: RequestState) -> None:
         if state.offer is not None:
@@ -362,7 +375,7 @@ class SchedulerHalf:
 
         A block counts as full only when vLLM has hashed it, which leaves out guessed tokens that may yet be rejected.
         """
-        if not self._may_store:
+        if not self._may_store or state.request.lora_request is not None:
             return None
         begin, hashes = state.next_store, state.request.block_hashes
         end = min(computed_tokens // self._block_tokens, len(hashes), len(state.block_ids))
@@ -380,7 +393,7 @@ class SchedulerHalf:
             self._counters.blocks_store_failed += len(keys)
             return None
         self._policy.stores.attempt()
-        self._stores.append(Store(state.request.request_id, operation, begin))
+        self._stores.append(Store(state.request, operation, begin))
         if not isinstance(operation.plan, RankedPlan):
             return None
         state.has_stores = True
@@ -411,7 +424,10 @@ class SchedulerHalf:
             self._policy.stores.failure()
         elif Status.OK in statuses:
             self._policy.stores.success()
-        state = self._states.get(store.request_id)
+        if self._events is not None:
+            for first, last in _runs(statuses):
+                self._events.stored(store.request, store.begin + first, store.begin + last)
+        state = self._states.get(store.request.request_id)
         if state is not None and Status.CANCELLED in statuses:
             state.next_store = min(state.next_store, store.begin + failed[0])
 
@@ -445,6 +461,14 @@ class SchedulerHalf:
             self._store.unpin(pin)
         except Exception as error:
             self.engine_store.report("unpinning blocks", error)
+
+
+def _runs(statuses: Sequence[Status]) -> Iterator[tuple[int, int]]:
+    """`(first, end)` of each run of blocks that were stored."""
+    for status, run in itertools.groupby(enumerate(statuses), key=lambda item: item[1]):
+        if status == Status.OK:
+            positions = [position for position, _ in run]
+            yield positions[0], positions[-1] + 1
 
 
 def _done(operation: RetrieveOperation | None) -> bool:

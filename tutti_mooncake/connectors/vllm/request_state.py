@@ -1,0 +1,63 @@
+"""What the scheduler half knows of a request, of the offer made for it, and of its running transfers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from tutti_mooncake import RetrieveOperation, StoreOperation
+from tutti_mooncake.connectors.vllm.accounting import Finding
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+    from tutti_mooncake import Pin
+
+
+@dataclass
+class Offer:
+    """Blocks `[begin, end)` of a request's chain that were found in the store, and the pin that keeps them there."""
+
+    pin: Pin
+    begin: int
+    end: int
+    layerwise: bool
+
+
+@dataclass
+class Load:
+    """A load on its way: the engine blocks it fills and the position of the first one in its chain."""
+
+    operation: RetrieveOperation | None
+    begin: int
+    block_ids: list[int]
+    counts_as_hit: bool
+    layerwise: bool
+    request: Request
+    finding: Finding
+    cancelled: bool = False
+
+
+@dataclass
+class Store:
+    """A store on its way: blocks of a request from position `begin` on."""
+
+    request: Request
+    operation: StoreOperation
+    begin: int
+
+
+@dataclass
+class RequestState:
+    """What is known of one unfinished request."""
+
+    request: Request
+    block_ids: list[int] = field(default_factory=list)
+    next_store: int = 0
+    """Position of the first block that is neither stored nor planned."""
+    finding: Finding = field(default_factory=Finding)
+    """Of the last lookup."""
+    offer: Offer | None = None
+    admitted: bool = False
+    load_failed: bool = False
+    has_stores: bool = False

@@ -1,0 +1,140 @@
+"""What vLLM logs and exports of the connector: the growth of its counters since the last step, and gauges.
+
+The payload travels from the engine's core to vLLM's front end as plain data: `{"counters": {metric: {label value: growth}}, "gauges":
+{metric: {label value: value}}}`, with the label value "" for metrics without a label of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from prometheus_client import Counter, Gauge
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+
+from tutti_mooncake.connectors.vllm.counters import Counters
+from tutti_mooncake.metrics import ENGINE_METRICS
+
+Values = dict[str, dict[str, float]]
+_COUNTERS: dict[str, dict[str, str]] = {
+    "tutti_requests_total": {"": "requests"},
+    "tutti_requested_tokens_total": {"": "requested_tokens"},
+    "tutti_hit_tokens_total": {"hbm": "local_hit_tokens", "ssd": "hit_tokens"},
+    "tutti_miss_tokens_total": {"": "miss_tokens"},
+    "tutti_requested_blocks_total": {"": "requested_blocks"},
+    "tutti_hit_blocks_total": {"hbm": "local_hit_blocks", "ssd": "hit_blocks"},
+    "tutti_miss_blocks_total": {"": "miss_blocks"},
+    "tutti_not_loaded_blocks_total": {"not_worth": "blocks_not_worth_loading", "bypassed": "blocks_bypassed"},
+    "tutti_loads_total": {"ok": "loads_ok", "failed": "loads_failed", "cancelled": "loads_cancelled"},
+    "tutti_load_blocks_total": {"": "blocks_loaded"},
+    "tutti_load_bytes_total": {"": "bytes_loaded"},
+    "tutti_load_seconds_total": {"": "load_seconds"},
+    "tutti_store_blocks_total": {
+        "stored": "blocks_stored",
+        "existing": "blocks_already_stored",
+        "refused": "blocks_refused",
+        "failed": "blocks_store_failed",
+        "bypassed": "blocks_store_bypassed",
+    },
+    "tutti_store_bytes_total": {"": "bytes_stored"},
+    "tutti_preemptions_total": {"": "preemptions"},
+    "tutti_errors_total": {"": "store_errors"},
+}
+"""Metric, label value and field of `Counters`."""
+
+
+class TuttiStats(KVConnectorStats):
+    """Counters add up, of gauges the latest value counts."""
+
+    def reset(self) -> None:
+        """Forgets everything."""
+        self.data: dict[str, Any] = {}
+
+    def aggregate(self, other: KVConnectorStats) -> TuttiStats:
+        """Takes in what came after."""
+        for name, values in other.data.get("counters", {}).items():
+            mine = self.data.setdefault("counters", {}).setdefault(name, {})
+            for label, value in values.items():
+                mine[label] = mine.get(label, 0) + value
+        for name, values in other.data.get("gauges", {}).items():
+            self.data.setdefault("gauges", {}).setdefault(name, {}).update(values)
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """The interval in one line of vLLM's log."""
+        counters = self.data.get("counters", {})
+
+        def of(name: str, label: str = "") -> float:
+            return float(counters.get(name, {}).get(label, 0))
+
+        requested, seconds = of("tutti_requested_tokens_total"), of("tutti_load_seconds_total")
+        hbm, ssd = of("tutti_hit_tokens_total", "hbm"), of("tutti_hit_tokens_total", "ssd")
+        return {
+            "requested tokens": requested,
+            "hit rate hbm": round(hbm / requested, 3) if requested else 0.0,
+            "hit rate ssd": round(ssd / requested, 3) if requested else 0.0,
+            "loaded GB": round(of("tutti_load_bytes_total") / 1e9, 3),
+            "load GB/s": round(of("tutti_load_bytes_total") / 1e9 / seconds, 2) if seconds else 0.0,
+            "stored GB": round(of("tutti_store_bytes_total") / 1e9, 3),
+            "failed loads": of("tutti_loads_total", "failed"),
+        }
+
+    def is_empty(self) -> bool:
+        """Nothing was counted; gauges alone are not worth a line."""
+        return not self.data.get("counters")
+
+
+class StatsReader:
+    """Tells what grew since it was last asked."""
+
+    def __init__(self, counters: Counters) -> None:
+        self._counters = counters
+        self._last: dict[str, int | float] = {}
+        self._last_evicted = 0
+
+    def read(self, gauges: Values, evicted: int) -> TuttiStats | None:
+        """The growth, and `gauges`; None when nothing grew."""
+        now = self._counters.as_dict()
+        grown: Values = {}
+        for metric, fields in _COUNTERS.items():
+            values = {label: now[name] - self._last.get(name, 0) for label, name in fields.items()}
+            values = {label: value for label, value in values.items() if value}
+            if values:
+                grown[metric] = values
+        if evicted != self._last_evicted:
+            grown["tutti_evicted_blocks_total"] = {"": evicted - self._last_evicted}
+        self._last, self._last_evicted = now, evicted
+        return TuttiStats(data={"counters": grown, "gauges": gauges}) if grown else None
+
+    def changed(self) -> bool:
+        """Whether a counter has changed since the last `read`: a cheap look at each step."""
+        return self._counters.as_dict() != self._last
+
+
+class TuttiPromMetrics(KVConnectorPromMetrics):
+    """Registers `ENGINE_METRICS` with vLLM's labels and adds what the engines report."""
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        metric_types: Mapping[type[Any], type[Any]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, dict(metric_types), labelnames, per_engine_labelvalues)
+        kinds = {"counter": metric_types[Counter], "gauge": metric_types[Gauge]}
+        self._metrics: dict[str, Any] = {}
+        for metric in ENGINE_METRICS:
+            name = metric.name.removesuffix("_total")  # the library adds it to counters
+            self._metrics[metric.name] = kinds[metric.kind](name=name, documentation=metric.help, labelnames=[*labelnames, *metric.labels])
+        for engine in per_engine_labelvalues:  # so that each counter is there from the start, at 0
+            self.observe({"counters": {metric: dict.fromkeys(labels, 0) for metric, labels in _COUNTERS.items()}}, engine)
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Adds one report."""
+        for kind in ("counters", "gauges"):
+            for name, values in transfer_stats_data.get(kind, {}).items():
+                for label, value in values.items():
+                    labels = [*self.per_engine_labelvalues[engine_idx], *([label] if label else [])]
+                    child = self._metrics[name].labels(*labels)
+                    child.inc(value) if kind == "counters" else child.set(value)

@@ -41,7 +41,7 @@ def add_commands(commands: Subparsers) -> None:
     explain.add_argument("--tokenizer", metavar="MODEL", help="directory or name of the model whose tokenizer makes tokens of PROMPT")
     explain.add_argument("--tokens", metavar="FILE", help="token ids as a JSON array, in place of PROMPT; - = from standard input")
     explain.add_argument("--cache-salt", default="", metavar="SALT", help="the request's cache_salt")
-    explain.add_argument("--request", metavar="ID", help="the engine's request id, or its end")
+    explain.add_argument("--request", metavar="ID", help="the engine's request id, or a part of it")
     explain.set_defaults(run=run_explain)
 
 
@@ -140,7 +140,9 @@ def _explain_request(arguments: argparse.Namespace, config: StoreConfig) -> int:
         notes = read_notes(device.buffered_fd)
     finally:
         device.close()
-    matching = [note for note in notes if note.id == arguments.request[-len(note.id) :] or note.id.endswith(arguments.request)]
+    wanted = arguments.request  # vLLM adds to the ids that it is given, before and behind
+    matching = [note for note in notes if note.id == wanted or note.id.startswith(f"{wanted}-")]
+    matching = matching or [note for note in notes if wanted in note.id or note.id in wanted]
     if not matching:
         raise ConfigError(f"no request {arguments.request!r} among the last {len(notes)}; notes are written every few seconds")
     if arguments.json:

@@ -45,6 +45,15 @@ class EngineServer:
         self.drain()
         return bool(self._engine.reset_prefix_cache())
 
+    def reset_connector(self) -> bool:
+        """Empties vLLM's own cache and the store, as after an update of the model's weights."""
+        self.drain()
+        return bool(self._engine.reset_prefix_cache(reset_connector=True))
+
+    def last_request_id(self) -> str:
+        """The id of the request added last."""
+        return str(self._next_id - 1)
+
     def tokenize(self, text: str) -> list[int]:
         """Token ids of `text`, without any added token."""
         return list(self._engine.get_tokenizer().encode(text, add_special_tokens=False))
@@ -67,6 +76,12 @@ class EngineServer:
             "recovered_blocks": engine_store.store.recovery.recovered_blocks,
             "pins_held": connector.pins_held,
         }
+
+    def metrics(self) -> str:
+        """What `/metrics` of a server would say; needs `disable_log_stats=False`."""
+        from prometheus_client import REGISTRY, generate_latest
+
+        return generate_latest(REGISTRY).decode()
 
     def shutdown(self) -> None:
         """Ends the engine and closes the store."""

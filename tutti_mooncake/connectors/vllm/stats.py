@@ -128,7 +128,8 @@ class TuttiPromMetrics(KVConnectorPromMetrics):
             name = metric.name.removesuffix("_total")  # the library adds it to counters
             self._metrics[metric.name] = kinds[metric.kind](name=name, documentation=metric.help, labelnames=[*labelnames, *metric.labels])
         for engine in per_engine_labelvalues:  # so that each counter is there from the start, at 0
-            self.observe({"counters": {metric: dict.fromkeys(labels, 0) for metric, labels in _COUNTERS.items()}}, engine)
+            zeros = {metric: dict.fromkeys(labels, 0) for metric, labels in _COUNTERS.items()}
+            self.observe({"counters": {**zeros, "tutti_evicted_blocks_total": {"": 0}}}, engine)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Adds one report."""

@@ -15,10 +15,12 @@ import numpy.typing as npt
 from tutti_mooncake.errors import KeyFormatError, TensorError
 
 KEY_BYTES = 32
+NO_BLOCK = 2**32 - 1
+"""In place of an engine block id: layers of this group are not wanted, as behind a sliding window."""
 
 KeyArray = npt.NDArray[np.uint8]
 Keys = Sequence[bytes] | KeyArray
-BlockIds = Sequence[int] | npt.NDArray[np.integer]
+BlockIds = Sequence[int] | Sequence[Sequence[int]] | npt.NDArray[np.integer]
 
 
 def as_key_array(keys: Keys, mask: KeyArray | None = None) -> KeyArray:
@@ -45,16 +47,25 @@ def salt_mask(salt: str) -> KeyArray | None:
     return np.frombuffer(hashlib.sha256(b"tutti tenant salt\0" + salt.encode()).digest(), dtype=np.uint8)
 
 
-def as_block_ids(block_ids: BlockIds, keys: int, blocks: int) -> npt.NDArray[np.uint32]:
-    """Engine block ids as uint32 of shape (keys,), each below `blocks`. Raises TensorError."""
+def as_block_ids(block_ids: BlockIds, keys: int, blocks: int, groups: int = 1, *, holes: bool = False) -> npt.NDArray[np.uint32]:
+    """Engine block ids as uint32 of shape (groups, keys), each below `blocks`, or NO_BLOCK where `holes` are allowed. Raises TensorError.
+
+    With one group of layers the ids may be one-dimensional.
+    """
     array = np.asarray(block_ids)
     if array.size == 0:
-        array = array.astype(np.int64)
-    if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise TensorError(f"block_ids must be one-dimensional integers, not {array.dtype} of shape {array.shape}")
-    if len(array) != keys:
-        raise TensorError(f"{len(array)} block ids for {keys} keys")
-    if len(array) and (int(array.min()) < 0 or int(array.max()) >= blocks):
-        wrong = int(array.min()) if int(array.min()) < 0 else int(array.max())
+        array = np.zeros((groups, 0) if keys == 0 else array.shape, dtype=np.int64)
+    if array.ndim == 1 and groups == 1:
+        array = array.reshape(1, -1)
+    if array.ndim != 2 or array.dtype.kind not in "iu":
+        wanted = "one-dimensional integers" if groups == 1 else f"integers of shape ({groups}, blocks)"
+        raise TensorError(f"block_ids must be {wanted}, not {array.dtype} of shape {array.shape}")
+    if array.shape[0] != groups:
+        raise TensorError(f"block_ids has {array.shape[0]} rows for {groups} groups of layers")
+    if array.shape[1] != keys:
+        raise TensorError(f"{array.shape[1]} block ids for {keys} keys")
+    named = array[array != NO_BLOCK] if holes else array
+    if named.size and (int(named.min()) < 0 or int(named.max()) >= blocks):
+        wrong = int(named.min()) if int(named.min()) < 0 else int(named.max())
         raise TensorError(f"block id {wrong} is outside the registered tensors, which have {blocks} blocks")
     return np.ascontiguousarray(array, dtype=np.uint32)

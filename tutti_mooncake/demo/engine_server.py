@@ -81,7 +81,7 @@ class EngineServer:
         """What `/metrics` of a server would say; needs `disable_log_stats=False`."""
         from prometheus_client import REGISTRY, generate_latest
 
-        return generate_latest(REGISTRY).decode()
+        return str(generate_latest(REGISTRY).decode())
 
     def shutdown(self) -> None:
         """Ends the engine and closes the store."""

@@ -84,6 +84,7 @@ class Mover:
         self._memory_align = max(device.memory_align for device in devices)
         self._tensors: list[Any] = []
         self.blocks = 0
+        self.groups = 1
 
     @property
     def registered(self) -> bool:
@@ -113,6 +114,7 @@ class Mover:
         bases = np.array([tensor.data_ptr() for tensor in tensors], dtype=np.uint64)
         strides = np.array([tensor.stride(0) * tensor.element_size() for tensor in tensors], dtype=np.uint64)
         self.blocks = blocks.pop()
+        self.groups = max(groups) + 1
         try:
             self._executor.start(bases, strides, np.full(len(tensors), self.blocks, dtype=np.uint64), np.asarray(groups, dtype=np.uint32))
         except RuntimeError as error:
@@ -139,8 +141,11 @@ class Mover:
         blocks: npt.NDArray[np.uint32],
         deadline_seconds: float,
     ) -> _native.Plan:
-        """Enqueues a plan and returns at once. Not to be called once stop() has begun: the store's lock sees to that."""
-        return self._executor.submit(write, slots, generations, rots, blocks, deadline_seconds)
+        """Enqueues a plan and returns at once. Not to be called once stop() has begun: the store's lock sees to that.
+
+        `blocks`: of shape (groups, n) or flat in that order; the others have one entry per block.
+        """
+        return self._executor.submit(write, slots, generations, rots, np.ascontiguousarray(blocks).reshape(-1), deadline_seconds)
 
     def seal(self, plan: _native.Plan) -> npt.NDArray[np.uint8]:
         """Writes the checksums of a write plan that is done; its statuses."""

@@ -24,7 +24,7 @@ from tutti_mooncake.errors import ConfigError, PoolReadOnly, Status, TensorError
 from tutti_mooncake.geometry import Geometry
 from tutti_mooncake.io.device import all_in_memory
 from tutti_mooncake.io.executor import Mover, choose_executor
-from tutti_mooncake.keys import BlockIds, KeyArray, Keys, as_block_ids, as_key_array, salt_mask
+from tutti_mooncake.keys import NO_BLOCK, BlockIds, KeyArray, Keys, as_block_ids, as_key_array, salt_mask
 from tutti_mooncake.store.admission import WriteBudget, make_admission
 from tutti_mooncake.store.committer import Committer
 from tutti_mooncake.store.counters import Counters, Publisher
@@ -172,12 +172,13 @@ class LocalStore:
     ) -> StoreOperation:
         """Starts to store consecutive blocks of one chain below `parent` (None = root).
 
+        `block_ids`: one per key; where layers follow several block tables (groups), a row of them per group.
         The blocks' memory must not change until the operation is done and drained. Raises KeyFormatError, TensorError, StoreClosed;
         everything else is a status.
         """
         self._life.check_open()
         array = as_key_array(keys, self._mask)
-        blocks = as_block_ids(block_ids, len(array), self._blocks())
+        blocks = as_block_ids(block_ids, len(array), self._blocks(), self._mover.groups)
         deadline = self.config.write_deadline_seconds if deadline_seconds is None else deadline_seconds
         check_seconds("deadline_seconds", deadline)
         parent_key = None if parent is None else as_key_array([parent], self._mask)
@@ -202,7 +203,7 @@ class LocalStore:
                 slots=slots[positions],
                 generations=generations[positions],
                 rots=rots[positions],
-                blocks=blocks[positions],
+                blocks=blocks[:, positions],
                 deadline_seconds=deadline,
             )
             operation = StoreOperation(statuses, positions, plan, self._slot_payload(), self._finish_store)
@@ -214,18 +215,19 @@ class LocalStore:
         return operation
 
     def retrieve(self, keys: Keys, block_ids: BlockIds, *, deadline_seconds: float | None = None) -> RetrieveOperation:
-        """Starts to load consecutive blocks of one chain into engine blocks `block_ids`.
+        """Starts to load consecutive blocks of one chain into engine blocks `block_ids`, in which NO_BLOCK leaves a group's layers out.
 
         The blocks' memory belongs to the store until the operation is done and drained. Errors as in store().
         """
         self._life.check_open()
         array = as_key_array(keys, self._mask)
-        blocks = as_block_ids(block_ids, len(array), self._blocks())
+        blocks = as_block_ids(block_ids, len(array), self._blocks(), self._mover.groups, holes=True)
         deadline = self.config.read_deadline_seconds if deadline_seconds is None else deadline_seconds
         check_seconds("deadline_seconds", deadline)
+        targets = blocks[blocks != NO_BLOCK]
         named = np.zeros(self._mover.blocks, dtype=np.bool_)
-        named[blocks] = True
-        if np.count_nonzero(named) != len(blocks):
+        named[targets] = True
+        if np.count_nonzero(named) != len(targets):
             raise TensorError("block_ids name the same engine block twice; two reads into one block would race")
         with self._lock:
             self._life.check_open()
@@ -235,7 +237,7 @@ class LocalStore:
                 self._counters.add_statuses("retrieve", statuses)
                 return RetrieveOperation(statuses, positions, None, 0, self._finish_retrieve)
             if len(positions) != len(array):  # else spare the copies
-                array, blocks = array[positions], blocks[positions]
+                array, blocks = array[positions], blocks[:, positions]
                 slots, generations, rots = slots[positions], generations[positions], rots[positions]
             self._table.pin(int(slots[-1]))
             ticket = self._retirement.reader_begins()

@@ -71,6 +71,7 @@ class MoverLike(Protocol):
     """What moves a store's bytes: `io.executor.Mover` in this process, or `RankedMover` in others."""
 
     blocks: int
+    groups: int
 
     @property
     def registered(self) -> bool: ...
@@ -151,12 +152,13 @@ class RankedPlan:
 class RankedMover:
     """Moves by other processes or threads: gives out moves, takes reports. Thread-safe.
 
-    `ranks`: how many work at each move. `blocks`: engine blocks that each has. `reports_by_itself`: whether reports come without anybody
-    asking, so that waiting for them at the end makes sense.
+    `ranks`: how many work at each move. `blocks`: engine blocks that each has, `groups`: its block tables. `reports_by_itself`: whether
+    reports come without anybody asking, so that waiting for them at the end makes sense.
     """
 
-    def __init__(self, ranks: int, layers: int, blocks: int, *, reports_by_itself: bool) -> None:
+    def __init__(self, ranks: int, layers: int, blocks: int, groups: int = 1, *, reports_by_itself: bool) -> None:
         self.blocks = blocks
+        self.groups = groups
         self.reports_by_itself = reports_by_itself
         self._ranks = ranks
         self._layers = layers
@@ -179,7 +181,7 @@ class RankedMover:
         """A plan whose `move` the caller hands to every rank."""
         with self._lock:
             self._next_id += 1
-            move = Move(self._next_id, write, slots, generations, rots, blocks, deadline_seconds)
+            move = Move(self._next_id, write, slots, generations, rots, np.ascontiguousarray(blocks).reshape(-1), deadline_seconds)
             plan = RankedPlan(move, self._ranks, self._layers)
             self._running[move.id] = plan
         return plan

@@ -69,14 +69,14 @@ class FakeStore:
         assert self.pins > 0, "unpinned more often than pinned"
         self.pins -= 1
 
-    def store(self, keys: Sequence[bytes], block_ids: Sequence[int], *, parent: bytes | None) -> FakeOperation:
+    def store(self, keys: Sequence[bytes], block_ids: Sequence[Sequence[int]], *, parent: bytes | None) -> FakeOperation:
         self._check()
-        self.stores.append(self._operation(keys, block_ids, parent, write=True))
+        self.stores.append(self._operation(keys, block_ids[0], parent, write=True))
         return self.stores[-1]
 
-    def retrieve(self, keys: Sequence[bytes], block_ids: Sequence[int]) -> FakeOperation:
+    def retrieve(self, keys: Sequence[bytes], block_ids: Sequence[Sequence[int]]) -> FakeOperation:
         self._check()
-        self.retrieves.append(self._operation(keys, block_ids, None, write=False))
+        self.retrieves.append(self._operation(keys, block_ids[0], None, write=False))
         return self.retrieves[-1]
 
     def clear(self) -> int:

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import CrossAttentionSpec, FullAttentionSpec, SlidingWindowSpec
 
 from tests.e2e.vllm.tiny_model import make_tiny_model
 from tutti_mooncake import ConfigError
@@ -78,7 +78,7 @@ def test_hashes_that_collide_are_refused(algorithm: str) -> None:
 
 
 def spec(kind: type, **more: int) -> SimpleNamespace:
-    return SimpleNamespace(kv_cache_spec=kind(block_size=T, num_kv_heads=H, head_size=D, dtype=torch.float32, **more))
+    return SimpleNamespace(kv_cache_spec=kind(**{"block_size": T, "num_kv_heads": H, "head_size": D, "dtype": torch.float32, **more}))
 
 
 ONE_RANK = {
@@ -105,8 +105,8 @@ def engine(**parallel: int | str) -> SimpleNamespace:
             [spec(FullAttentionSpec)],
             "one machine",
         ),
-        (engine(), [spec(FullAttentionSpec), spec(FullAttentionSpec)], "has 2"),
-        (engine(), [spec(SlidingWindowSpec, sliding_window=32)], "SlidingWindowSpec"),
+        (engine(), [spec(FullAttentionSpec), spec(SlidingWindowSpec, sliding_window=32, block_size=32)], r"\[16, 32\]"),
+        (engine(), [spec(FullAttentionSpec), spec(CrossAttentionSpec)], "CrossAttentionSpec"),
     ],
 )
 def test_unsupported_engine_is_refused(vllm_config: SimpleNamespace, groups: list[object], message: str) -> None:
@@ -118,7 +118,9 @@ def test_unsupported_engine_is_refused(vllm_config: SimpleNamespace, groups: lis
 def test_shared_layers_count_once_and_layers_are_in_the_models_order() -> None:
     first, second = torch.empty(2), torch.empty(2)
     caches = {"model.layers.10.attn": second, "model.layers.2.attn": first, "model.layers.11.attn": second}
-    assert list(namespace.unique_layers(caches)) == ["model.layers.2.attn", "model.layers.10.attn"]
+    assert list(namespace.unique_layers(caches, {})) == ["model.layers.2.attn", "model.layers.10.attn"]
+    groups = {"model.layers.2.attn": 0, "model.layers.10.attn": 0, "model.layers.11.attn": 1}
+    assert len(namespace.unique_layers(caches, groups)) == 3, "layers of two groups may lie in the same memory"
 
 
 def test_model_with_other_weights_has_another_identity(tmp_path: Path) -> None:

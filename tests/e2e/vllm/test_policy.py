@@ -48,7 +48,7 @@ def measured(load_seconds_per_block: float, seconds_per_token: float, clock: Clo
 def load_and_fail(half: SchedulerHalf, store: FakeStore, name: str) -> None:
     one = request(name, 3 * T + 1)
     tokens, _ = half.match(one, 0)
-    half.allocated(one, [5, 6, 7, 8], tokens)
+    half.allocated(one, ([5, 6, 7, 8],), tokens)
     half.build_metadata(output())
     operation = store.retrieves[-1]
     reports = end(operation, *[Status.DEVICE_ERROR] * 3)
@@ -71,7 +71,7 @@ def test_tier_that_fails_always_is_bypassed_and_comes_back_by_itself(store: Fake
     clock.now += 2.0
     again = request("g", 3 * T + 1)
     assert half.match(again, 0) == (3 * T, True)
-    half.allocated(again, [5, 6, 7, 8], 3 * T)
+    half.allocated(again, ([5, 6, 7, 8],), 3 * T)
     assert half.match(request("h", 3 * T + 1), 0) == (0, False), "one attempt at a time"
     half.build_metadata(output())
     half.worker_output(received(store, "g"))
@@ -82,7 +82,7 @@ def test_failed_check_of_a_block_opens_no_breaker(store: FakeStore, clock: Clock
     half = scheduler(store, policy(clock=clock), may_load=True, may_store=True)
     for name in "abcd":
         one = request(name, 3 * T + 1)
-        half.allocated(one, [5, 6, 7, 8], half.match(one, 0)[0])
+        half.allocated(one, ([5, 6, 7, 8],), half.match(one, 0)[0])
         half.build_metadata(output())
         half.worker_output(received(store, name, invalid={6}))
     assert half.engine_store.counters.loads_failed == 4
@@ -95,14 +95,14 @@ def test_stores_have_a_breaker_of_their_own(store: FakeStore, clock: Clock) -> N
     for i in range(3):
         one = request(f"new{i}", T + 1)
         half.match(one, 0)
-        half.allocated(one, [5, 6], 0)
+        half.allocated(one, ([5, 6],), 0)
         half.build_metadata(output(new={one.request_id: ([5, 6], 0, T + 1)}))
         reports = end(store.stores[-1], Status.NO_SPACE)
         half.worker_output(KVConnectorOutput(kv_connector_worker_meta=TuttiWorkerMetadata(reports)))
     assert load_policy.stores.state is BreakerState.OPEN and load_policy.loads.state is BreakerState.CLOSED
     one = request("new4", T + 1)
     half.match(one, 0)
-    half.allocated(one, [5, 6], 0)
+    half.allocated(one, ([5, 6],), 0)
     assert stored(half.build_metadata(output(new={"new4": ([5, 6], 0, T + 1)})), store) == []
     assert half.engine_store.counters.blocks_store_bypassed == 1
     assert half.match(request("a", 3 * T + 1), 0) == (3 * T, True), "what is there can still be loaded"
@@ -112,7 +112,7 @@ def test_short_hits_are_computed_and_counted(store: FakeStore, clock: Clock) -> 
     half = scheduler(store, measured(1.0, 0.001, clock), may_load=True, may_store=True)
     one = request("a", 3 * T + 1)
     assert half.match(one, 0) == (0, False)
-    half.allocated(one, [5, 6, 7, 8], 0)
+    half.allocated(one, ([5, 6, 7, 8],), 0)
     counters = half.engine_store.counters
     assert (counters.blocks_not_worth_loading, counters.miss_tokens, counters.hit_tokens) == (3, 3 * T + 1, 0)
     assert store.pins == 0
@@ -161,7 +161,7 @@ def test_step_that_waits_for_a_load_says_nothing_about_computing(store: FakeStor
     half = scheduler(store, load_policy, may_load=True, may_store=False)
     one = request("a", 3 * T + 1)
     assert half.match(one, 0) == (3 * T, False)
-    half.allocated(one, [5, 6, 7, 8], 3 * T)
+    half.allocated(one, ([5, 6, 7, 8],), 3 * T)
     (load,) = half.build_metadata(output(new={"a": ([5, 6, 7, 8], 3 * T, 1)})).loads
     assert load.layerwise
     clock.now += 5.0
@@ -180,7 +180,7 @@ def test_blocks_behind_a_failed_layerwise_load_leave_vllms_cache_and_are_stored_
     half = scheduler(store, policy("layerwise", clock), may_load=True, may_store=True)
     half.bind_block_pool(Pool())  # type: ignore[arg-type]
     one = request("a", 5 * T + 1)
-    half.allocated(one, [5, 6, 7, 8, 9, 10], half.match(one, 0)[0])
+    half.allocated(one, ([5, 6, 7, 8, 9, 10],), half.match(one, 0)[0])
     metadata = half.build_metadata(output(new={"a": ([5, 6, 7, 8, 9, 10], 3 * T, 2 * T + 1)}))
     assert [operation.block_ids for operation in store.stores] == [[8, 9]] and len(metadata.stores) == 1
     reports = end(store.retrieves[0], Status.OK, Status.CHECKSUM_ERROR, Status.OK) + end(store.stores[0], *[Status.CANCELLED] * 2)
@@ -193,7 +193,7 @@ def test_blocks_behind_a_failed_layerwise_load_leave_vllms_cache_and_are_stored_
 def test_request_that_ends_in_the_step_of_its_layerwise_load_is_counted(store: FakeStore, clock: Clock) -> None:
     half = scheduler(store, policy("layerwise", clock), may_load=True, may_store=True)
     one = request("a", 3 * T + 1)
-    half.allocated(one, [5, 6, 7, 8], half.match(one, 0)[0])
+    half.allocated(one, ([5, 6, 7, 8],), half.match(one, 0)[0])
     half.build_metadata(output(new={"a": ([5, 6, 7, 8], 3 * T, 1)}))
     one.num_computed_tokens = 3 * T + 1
     half.finished(one)
@@ -215,7 +215,7 @@ def test_hits_and_misses_sum_up_to_what_was_requested(store: FakeStore) -> None:
     for name, local, fate in (("a", T, "loads"), ("b", 3 * T, "local"), ("zz", 0, "cold"), ("c", 0, "aborted"), ("d", 0, "fails")):
         one = request(name, 3 * T + 2)
         tokens, _ = half.match(one, local)
-        half.allocated(one, [1, 2, 3, 4], tokens)
+        half.allocated(one, ([1, 2, 3, 4],), tokens)
         half.build_metadata(output())
         if fate == "aborted":
             half.finished(one)

@@ -114,7 +114,7 @@ def test_pins_return_to_zero_whatever_becomes_of_a_thousand_requests(half: Sched
             half.build_metadata(output())
             half.finished(one)
         else:
-            half.allocated(one, list(range(6)), tokens)
+            half.allocated(one, (list(range(6)),), tokens)
             half.build_metadata(output())
             if fate == "aborted while loading":
                 assert half.finished(one) is False
@@ -142,7 +142,7 @@ def test_load_covers_what_vllm_lacks(half: SchedulerHalf, store: FakeStore) -> N
     store.resident = set(chain("a", 3))
     one = request("a", 3 * T + 2)
     assert half.match(one, T) == (2 * T, True)
-    half.allocated(one, [10, 11, 12, 13], 2 * T)
+    half.allocated(one, ([10, 11, 12, 13],), 2 * T)
     (load,) = half.build_metadata(output()).loads
     assert (store.retrieves[0].keys, load.block_ids) == (chain("a", 3)[1:], [11, 12])
 
@@ -150,7 +150,7 @@ def test_load_covers_what_vllm_lacks(half: SchedulerHalf, store: FakeStore) -> N
 def test_blocks_are_stored_as_they_fill(half: SchedulerHalf, store: FakeStore) -> None:
     one = request("a", 10)
     assert half.match(one, 0) == (0, False)
-    half.allocated(one, [5, 6, 7], 0)
+    half.allocated(one, ([5, 6, 7],), 0)
     keys = chain("a", 5)
     assert stored(half.build_metadata(output(new={"a": ([5, 6, 7], 0, 6)})), store) == [("a", keys[:1], [5], None)]
     assert stored(half.build_metadata(output(cached={"a": (None, 6, 4)})), store) == [("a", keys[1:2], [6], keys[0])]
@@ -168,7 +168,7 @@ def test_blocks_are_stored_as_they_fill(half: SchedulerHalf, store: FakeStore) -
 def test_guessed_tokens_are_not_stored(half: SchedulerHalf, store: FakeStore) -> None:
     one = request("a", 7)
     half.match(one, 0)
-    half.allocated(one, [5, 6], 0)
+    half.allocated(one, ([5, 6],), 0)
     metadata = half.build_metadata(output(new={"a": ([5, 6], 0, 8)}))
     assert stored(metadata, store) == [("a", chain("a", 1), [5], None)]
 
@@ -177,7 +177,7 @@ def test_only_blocks_that_the_store_lacks_are_stored(half: SchedulerHalf, store:
     store.resident = set(chain("a", 2))
     one = request("a", 3 * T + 1)
     assert half.match(one, 3 * T) == (0, False)
-    half.allocated(one, [5, 6, 7, 8], 0)
+    half.allocated(one, ([5, 6, 7, 8],), 0)
     metadata = half.build_metadata(output(new={"a": ([5, 6, 7, 8], 3 * T, 1)}))
     assert stored(metadata, store) == [("a", chain("a", 3)[2:], [7], chain("a", 2)[1])]
 
@@ -185,13 +185,13 @@ def test_only_blocks_that_the_store_lacks_are_stored(half: SchedulerHalf, store:
 def test_resumed_request_stores_from_its_new_blocks(half: SchedulerHalf, store: FakeStore) -> None:
     one = request("a", 3 * T)
     half.match(one, 0)
-    half.allocated(one, [5, 6, 7], 0)
+    half.allocated(one, ([5, 6, 7],), 0)
     half.build_metadata(output(new={"a": ([5, 6, 7], 0, 8)}))
     metadata = half.build_metadata(output(preempted={"a"}))
     assert metadata.preempted == ["a"]
     store.resident = set(chain("a", 1))
     assert half.match(one, 0) == (T, True)
-    half.allocated(one, [1, 2, 3], 0)
+    half.allocated(one, ([1, 2, 3],), 0)
     metadata = half.build_metadata(output(cached={"a": ([1, 2, 3], 0, 12)}, resumed={"a"}))
     assert stored(metadata, store) == [("a", chain("a", 3)[1:], [2, 3], chain("a", 1)[0])]
 
@@ -199,7 +199,7 @@ def test_resumed_request_stores_from_its_new_blocks(half: SchedulerHalf, store: 
 def test_failed_load_has_its_blocks_stored_anew(half: SchedulerHalf, store: FakeStore) -> None:
     store.resident = set(chain("a", 3))
     one = request("a", 3 * T + 1)
-    half.allocated(one, [5, 6, 7, 8], half.match(one, 0)[0])
+    half.allocated(one, ([5, 6, 7, 8],), half.match(one, 0)[0])
     half.build_metadata(output())
     half.worker_output(received(store, "a", invalid={6}))
     assert half.engine_store.counters.hit_tokens == T
@@ -210,7 +210,7 @@ def test_failed_load_has_its_blocks_stored_anew(half: SchedulerHalf, store: Fake
 def test_failed_load_is_not_offered_again(half: SchedulerHalf, store: FakeStore) -> None:
     store.resident = set(chain("a", 3))
     one = request("a", 3 * T + 1)
-    half.allocated(one, [5, 6, 7, 8], half.match(one, 0)[0])
+    half.allocated(one, ([5, 6, 7, 8],), half.match(one, 0)[0])
     half.build_metadata(output())
     half.worker_output(received(store, "a", invalid={5}))
     assert half.match(one, 0) == (0, False)
@@ -223,10 +223,10 @@ def test_hit_rate_counts_all_prompt_tokens_once(half: SchedulerHalf, store: Fake
         one = request(name, 3 * T + 1)
         tokens, _ = half.match(one, 0)
         half.match(one, 0)
-        half.allocated(one, [1, 2, 3, 4], tokens)
+        half.allocated(one, ([1, 2, 3, 4],), tokens)
         half.build_metadata(output())
         half.worker_output(received(store, name) if tokens else KVConnectorOutput())
-        half.allocated(one, [1, 2, 3, 4], 0)
+        half.allocated(one, ([1, 2, 3, 4],), 0)
     counters = half.engine_store.counters
     assert (counters.requests, counters.requested_tokens, counters.hit_tokens) == (2, 2 * (3 * T + 1), 3 * T)
 
@@ -244,7 +244,7 @@ def test_requests_with_an_adapter_are_left_out(half: SchedulerHalf, store: FakeS
     one = request("a", 3 * T + 1)
     one.lora_request = SimpleNamespace(lora_name="adapter")
     assert half.match(one, 0) == (0, False)
-    half.allocated(one, [1, 2, 3, 4], 0)
+    half.allocated(one, ([1, 2, 3, 4],), 0)
     assert half.build_metadata(output(new={"a": ([1, 2, 3, 4], 0, 13)})).stores == []
     assert half.finished(one) is False
 
@@ -256,5 +256,5 @@ def test_role_decides_between_loading_and_storing(store: FakeStore) -> None:
     consumer = scheduler(store, may_load=True, may_store=False)
     one = request("b", 2 * T)
     consumer.match(one, 0)
-    consumer.allocated(one, [1, 2], 0)
+    consumer.allocated(one, ([1, 2],), 0)
     assert consumer.build_metadata(output(new={"b": ([1, 2], 0, 8)})).stores == []

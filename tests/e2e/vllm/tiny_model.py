@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -26,8 +27,8 @@ BEGIN, END, PAD = 256, 257, 258
 MAX_TOKENS = 8192
 
 
-def make_tiny_model(directory: Path, seed: int = 0) -> Path:
-    """Writes the model whose weights are drawn from `seed` into `directory`, which is returned."""
+def make_tiny_model(directory: Path, seed: int = 0, **changes: Any) -> Path:
+    """Writes the model whose weights are drawn from `seed` into `directory`, which is returned; `changes` to its configuration."""
     directory.mkdir(parents=True, exist_ok=True)
     generator = torch.Generator().manual_seed(seed)
 
@@ -72,6 +73,7 @@ def make_tiny_model(directory: Path, seed: int = 0) -> Path:
         "eos_token_id": END,
         "pad_token_id": PAD,
         "dtype": "float32",
+        **changes,
     }
     (directory / "config.json").write_text(json.dumps(config, indent=1))
     _write_tokenizer(directory)

@@ -10,10 +10,12 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
+    SupportsHMA,
 )
 from vllm.logger import init_logger
 
@@ -57,8 +59,8 @@ def hit_source() -> Any:
     return CacheHitSource.DISK
 
 
-class TuttiConnector(KVConnectorBase_V1):
-    """Keeps vLLM's KV blocks on NVMe. Works for engines on one machine with one KV cache group.
+class TuttiConnector(KVConnectorBase_V1, SupportsHMA):
+    """Keeps vLLM's KV blocks on NVMe. Works for engines whose ranks are on one machine.
 
     `kv_connector_extra_config` is a `StoreConfig` as a mapping. Raises `ConfigError` and what `LocalStore.open` raises
     while the engine starts; afterwards no failure of the store reaches vLLM, each is counted and treated as a miss.
@@ -83,7 +85,15 @@ class TuttiConnector(KVConnectorBase_V1):
             ranks = vllm_config.parallel_config.tensor_parallel_size
             scheduler = vllm_config.scheduler_config
             block_tokens = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
-            engine_store = registry.open_store(self._engine_id, self._store_config, ranks, kv_cache_config.num_blocks)
+            windows = namespace.has_windows(kv_cache_config)
+            engine_store = registry.open_store(
+                self._engine_id,
+                self._store_config,
+                ranks,
+                kv_cache_config.num_blocks,
+                len(kv_cache_config.kv_cache_groups),
+                windows=windows,
+            )
             announced = vllm_config.kv_events_config
             events = None
             if announced is not None and announced.enable_kv_cache_events:
@@ -91,11 +101,12 @@ class TuttiConnector(KVConnectorBase_V1):
                 engine_store.store.history.listen(events.removed)
             self._scheduler = SchedulerHalf(
                 engine_store,
-                # With asynchronous scheduling the next step is on its way before a failed load is known.
+                # With asynchronous scheduling the next step is on its way before a failed load is known; with windows vLLM
+                # can't be told which blocks of a running request failed.
                 LoadPolicy(
                     self._engine_config,
                     LoadCost(),
-                    may_wait=not scheduler.async_scheduling,
+                    may_wait=not scheduler.async_scheduling and not windows,
                     largest_step=scheduler.max_num_batched_tokens,
                 ),
                 Accounting(engine_store.counters, engine_store.store.requests, Spans(vllm_config), block_tokens),
@@ -126,17 +137,16 @@ class TuttiConnector(KVConnectorBase_V1):
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Opens the pool under the geometry of these tensors, which must live as long as the engine; makes it if it isn't there."""
         self._shutdown_worker()
-        geometry, tensors, layers = namespace.build_geometry(self._vllm_config, self._kv_cache_config, kv_caches)
+        geometry, tensors, layers, groups = namespace.build_geometry(self._vllm_config, self._kv_cache_config, kv_caches)
         outbox = Outbox()
 
         def deliver(report: MoveReport) -> None:
             if not registry.deliver(self._engine_id, report):
                 outbox.put(report)
 
-        mover = RankMover(
-            self._store_config, geometry, tensors, deliver, rank=namespace.tensor_parallel_rank(geometry.tp_size), user=self._engine_id
-        )
-        self._worker = WorkerHalf(mover, layers, outbox)
+        rank = namespace.tensor_parallel_rank(geometry.tp_size)
+        mover = RankMover(self._store_config, geometry, tensors, deliver, rank=rank, user=self._engine_id, groups=groups)
+        self._worker = WorkerHalf(mover, layers, outbox, by_request=namespace.has_windows(self._kv_cache_config))
         registry.worker_opened(self._engine_id)
         logger.info("TuttiConnector: rank %d of %s; %s: %s", mover.rank, geometry, mover.executor, mover.executor_reason)
 
@@ -163,6 +173,11 @@ class TuttiConnector(KVConnectorBase_V1):
         sent, received = self._require_worker().finished(self._metadata())
         return sent or None, received or None
 
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        """Asked for by releases that know of requests whose loads failed, which is how failures are told with windows."""
+        sent, received = self._require_worker().finished(self._metadata())
+        return base.KVConnectorTransferResults(sent, received, self._require_worker().take_failed_requests())
+
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self._require_worker().take_load_errors()
 
@@ -182,7 +197,7 @@ class TuttiConnector(KVConnectorBase_V1):
         return self._require_scheduler().has_moves
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        self._require_scheduler().allocated(request, list(blocks.get_block_ids()[0]), num_external_tokens)
+        self._require_scheduler().allocated(request, blocks.get_block_ids(), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> TuttiConnectorMetadata:
         return self._require_scheduler().build_metadata(scheduler_output)
@@ -213,6 +228,9 @@ class TuttiConnector(KVConnectorBase_V1):
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self._require_scheduler().finished(request), None
+
+    def request_finished_all_groups(self, request: Request, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
+        return self._require_scheduler().finished(request, block_ids), None
 
     def reset_cache(self) -> bool | None:
         """Empties the store: after an update of the weights none of its blocks is right any more."""

@@ -18,7 +18,7 @@ from tutti_mooncake.store.moves import Move, MoveReport
 
 @dataclass(frozen=True)
 class LoadWork:
-    """Fill the engine blocks `block_ids` of a request.
+    """Fill the engine blocks `block_ids` of a request (with several KV cache groups: those of the first).
 
     `move`: how; `None` when the store refused it, and then all of them stay without content. `layerwise`: the request is computed in this
     very step, and each layer waits for its part; else it is computed after the load was reported finished.

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.v1.core import kv_cache_utils
-from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
 
 from tutti_mooncake import Geometry
 from tutti_mooncake.connectors.vllm.model_identity import model_identity
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
+KEPT_SPECS = (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec)
 CACHE_DTYPES = {"fp8": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3", "fp8_e5m2": "fp8_e5m2"}
 TENSOR_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
@@ -50,15 +52,25 @@ def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
             "use --distributed-executor-backend mp, and one engine per machine"
         )
     groups = kv_cache_config.kv_cache_groups
-    if len(groups) != 1:
-        raise ConfigError(f"TuttiConnector keeps models with one KV cache group; this hybrid model has {len(groups)}")
-    kind = type(groups[0].kv_cache_spec)
-    if kind not in (FullAttentionSpec, MLAAttentionSpec):
-        raise ConfigError(f"TuttiConnector keeps full attention; this model's KV cache is {kind.__name__}")
+    for group in groups:
+        if type(group.kv_cache_spec) not in KEPT_SPECS:
+            names = ", ".join(kind.__name__.removesuffix("Spec") for kind in KEPT_SPECS)
+            raise ConfigError(f"TuttiConnector keeps {names}; this model has {type(group.kv_cache_spec).__name__}")
+    sizes = {group.kv_cache_spec.block_size for group in groups}
+    if len(sizes) != 1:
+        raise ConfigError(f"TuttiConnector wants one block size; this model's KV cache groups have {sorted(sizes)}: set --block-size")
+    if has_windows(kv_cache_config) and not hasattr(SchedulerOutput, "kv_connector_block_state"):
+        raise ConfigError("this vLLM doesn't tell which blocks a sliding window has left; add --disable-hybrid-kv-cache-manager")
     cache = vllm_config.cache_config
     if getattr(cache, "calculate_kv_scales", False):
         raise ConfigError("calculate_kv_scales makes KV bytes depend on the first request; take the scales from the model")
     hash_seed(cache.prefix_caching_hash_algo)
+
+
+def has_windows(kv_cache_config: KVCacheConfig) -> bool:
+    """Whether some layers keep only the latest blocks of a request."""
+    groups = kv_cache_config.kv_cache_groups
+    return len(groups) > 1 or type(groups[0].kv_cache_spec) is SlidingWindowSpec
 
 
 def hash_seed(algorithm: str, environment: Mapping[str, str] = os.environ, hashes: Any = kv_cache_utils) -> str:
@@ -129,13 +141,15 @@ def kv_layout(tensor: torch.Tensor, blocks: int, block_tokens: int, kv_heads: in
 
 def build_geometry(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, kv_caches: Mapping[str, torch.Tensor]
-) -> tuple[Geometry, list[torch.Tensor], dict[str, int]]:
-    """The engine's geometry; its tensors in the store's order, layer by layer, K before V where they are apart; and each layer's index.
+) -> tuple[Geometry, list[torch.Tensor], dict[str, int], list[int]]:
+    """The engine's geometry; its tensors in the store's order, layer by layer, K before V where they are apart; each layer's index; and
+    each tensor's KV cache group.
 
     `kv_caches`: layer name to tensor, as vLLM registers them. Layers that share another layer's tensor count once.
     """
     spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
-    layers = unique_layers(kv_caches)
+    group_of = {name: index for index, group in enumerate(kv_cache_config.kv_cache_groups) for name in group.layer_names}
+    layers = unique_layers(kv_caches, group_of)
     for layer, tensor in layers.items():
         if tensor.device.type != "cpu":
             raise TensorError(f"TuttiConnector moves KV caches in CPU memory; layer {layer} is on {tensor.device}")
@@ -161,8 +175,11 @@ def build_geometry(
         object_bytes=views[0][0].numel() * views[0].element_size(),
         tp_size=vllm_config.parallel_config.tensor_parallel_size,
     )
-    index_of = {tensor.data_ptr(): index for index, tensor in enumerate(layers.values())}
-    return geometry, views, {name: index_of[tensor.data_ptr()] for name, tensor in kv_caches.items()}
+    order = list(layers)
+    index_of = {tensor.data_ptr(): order.index(name) for name, tensor in layers.items()}
+    indices = {name: order.index(name) if name in layers else index_of[tensor.data_ptr()] for name, tensor in kv_caches.items()}
+    groups = [group_of.get(name, 0) for name in order for _ in range(geometry.kv_factor)]
+    return geometry, views, indices, groups
 
 
 def tensor_parallel_rank(ranks: int) -> int:
@@ -170,13 +187,17 @@ def tensor_parallel_rank(ranks: int) -> int:
     return 0 if ranks == 1 else int(get_tensor_model_parallel_rank())
 
 
-def unique_layers(kv_caches: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The layers in the order of their index in the model, without those that show another layer's memory."""
+def unique_layers(kv_caches: Mapping[str, torch.Tensor], group_of: Mapping[str, int]) -> dict[str, torch.Tensor]:
+    """The layers in the order of their index in the model, without those that show another layer's memory.
+
+    Layers of different KV cache groups may lie in the same memory: they never use the same block of it.
+    """
     ordered = sorted(kv_caches.items(), key=lambda item: ([int(part) for part in item[0].split(".") if part.isdigit()], item[0]))
-    seen: set[int] = set()
+    seen: set[tuple[int, int]] = set()
     layers = {}
     for name, tensor in ordered:
-        if tensor.data_ptr() not in seen:
-            seen.add(tensor.data_ptr())
+        place = (tensor.data_ptr(), group_of.get(name, 0))
+        if place not in seen:
+            seen.add(place)
             layers[name] = tensor
     return layers

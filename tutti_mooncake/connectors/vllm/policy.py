@@ -11,8 +11,12 @@ import enum
 import time
 from collections.abc import Callable
 
+from tutti_mooncake import Status
 from tutti_mooncake.config import EngineConfig
 from tutti_mooncake.schedule import Breaker, LoadCost
+
+TIER_FAILURES = (Status.DEVICE_ERROR, Status.SHORT_IO, Status.NO_SPACE, Status.TIMEOUT, Status.BAD_STATE)
+"""What says that the store is sick, and not only one block."""
 
 
 class Decision(enum.Enum):

@@ -28,6 +28,8 @@ class EngineStore:
     store: LocalStore
     mover: RankedMover
     geometry: Geometry
+    windows: bool = False
+    """Whether the model has sliding windows, so that some blocks of some layers come to be missing."""
     counters: Counters = field(default_factory=Counters)
     _seen: set[tuple[str, type[BaseException]]] = field(default_factory=set)
 
@@ -62,10 +64,10 @@ def worker_closed(engine_id: str) -> None:
         _workers.discard(engine_id)
 
 
-def open_store(engine_id: str, config: StoreConfig, ranks: int, blocks: int) -> EngineStore:
+def open_store(engine_id: str, config: StoreConfig, ranks: int, blocks: int, groups: int = 1, *, windows: bool = False) -> EngineStore:
     """Opens the engine's store, whose pool the workers have made or checked. Raises what `LocalStore.open` raises.
 
-    `ranks`: tensor-parallel workers; `blocks`: engine blocks that each has.
+    `ranks`: tensor-parallel workers; `blocks`: engine blocks that each has; `groups`: its KV cache groups; `windows`: see there.
     """
     geometry = read_geometry(config)
     if geometry.tp_size != ranks:
@@ -73,9 +75,9 @@ def open_store(engine_id: str, config: StoreConfig, ranks: int, blocks: int) -> 
     with _lock:
         if engine_id in _open:
             raise ConfigError(f"engine {engine_id} has already opened the pool on {', '.join(map(str, config.devices))}")
-        mover = RankedMover(ranks, geometry.layers, blocks, reports_by_itself=engine_id in _workers)
+        mover = RankedMover(ranks, geometry.layers, blocks, groups, reports_by_itself=engine_id in _workers)
         store = LocalStore.open(config, geometry, create=False, mover=mover, user=engine_id)
-        _open[engine_id] = EngineStore(engine_id, store, mover, geometry)
+        _open[engine_id] = EngineStore(engine_id, store, mover, geometry, windows)
         return _open[engine_id]
 
 

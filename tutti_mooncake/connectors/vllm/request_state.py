@@ -14,6 +14,11 @@ if TYPE_CHECKING:
     from tutti_mooncake import Pin
 
 
+BlockTables = tuple[list[int], ...]
+NULL_BLOCK = 0
+"""vLLM's block that stands for none."""
+
+
 @dataclass
 class Offer:
     """Blocks `[begin, end)` of a request's chain that were found in the store, and the pin that keeps them there."""
@@ -26,7 +31,7 @@ class Offer:
 
 @dataclass
 class Load:
-    """A load on its way: the engine blocks it fills and the position of the first one in its chain."""
+    """A load on its way: the engine blocks it fills (of the first KV cache group) and the position of the first one in its chain."""
 
     operation: RetrieveOperation | None
     begin: int
@@ -52,7 +57,8 @@ class RequestState:
     """What is known of one unfinished request."""
 
     request: Request
-    block_ids: list[int] = field(default_factory=list)
+    block_ids: BlockTables = ()
+    """Engine blocks by position, a list per KV cache group."""
     next_store: int = 0
     """Position of the first block that is neither stored nor planned."""
     finding: Finding = field(default_factory=Finding)

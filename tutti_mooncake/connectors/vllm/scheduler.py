@@ -13,20 +13,21 @@ All methods are called from vLLM's scheduler thread.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
 
-from tutti_mooncake import Result, RetrieveOperation, Status, StoreOperation
+from tutti_mooncake import Result, RetrieveOperation, Status
 from tutti_mooncake.connectors.vllm.accounting import Accounting, Finding
 from tutti_mooncake.connectors.vllm.events import Events
 from tutti_mooncake.connectors.vllm.metadata import LoadWork, StoreWork, TuttiConnectorMetadata, TuttiWorkerMetadata
-from tutti_mooncake.connectors.vllm.policy import Decision, LoadPolicy
+from tutti_mooncake.connectors.vllm.policy import TIER_FAILURES, Decision, LoadPolicy
 from tutti_mooncake.connectors.vllm.registry import EngineStore
-from tutti_mooncake.connectors.vllm.request_state import Load, Offer, RequestState, Store
+from tutti_mooncake.connectors.vllm.request_state import NULL_BLOCK, BlockTables, Load, Offer, RequestState
 from tutti_mooncake.connectors.vllm.stats import StatsReader, TuttiStats
+from tutti_mooncake.connectors.vllm.store_queue import StoreQueue
+from tutti_mooncake.keys import NO_BLOCK
 from tutti_mooncake.store.moves import RankedPlan
 
 if TYPE_CHECKING:
@@ -42,8 +43,6 @@ logger = init_logger(f"vllm.{__name__}")
 
 PIN_LEASE_SECONDS = 300.0
 """Longer than any load; it only matters when an engine forgets a pin."""
-_TIER_FAILURES = (Status.DEVICE_ERROR, Status.SHORT_IO, Status.NO_SPACE, Status.TIMEOUT, Status.BAD_STATE)
-"""What says that the store is sick, and not only one block."""
 
 
 class SchedulerHalf:
@@ -67,15 +66,15 @@ class SchedulerHalf:
         self._policy = policy
         self._accounting = accounting
         self._events = events
+        self._stores = StoreQueue(engine_store, policy, block_tokens, events)
         self._stats = StatsReader(engine_store.counters)
+        self._windows = engine_store.windows
         self._block_tokens = block_tokens
         self._may_load = may_load
         self._may_store = may_store
-        self._block_pool: BlockPool | None = None
         self._states: dict[str, RequestState] = {}
         self._offers: dict[str, RequestState] = {}
         self._loads: dict[str, Load] = {}
-        self._stores: list[Store] = []
         self._new_loads: list[LoadWork] = []
         self._last_stores: list[StoreWork] = []
         self._finishing: list[str] = []
@@ -89,12 +88,12 @@ class SchedulerHalf:
 
     @property
     def has_moves(self) -> bool:
-        """Whether workers in other processes still have to report, which they do at a step."""
-        return not self._mover.reports_by_itself and self._mover.running > 0
+        """Whether steps are needed: for workers in other processes to report, or to let go of held blocks."""
+        return self._stores.holds_blocks or (not self._mover.reports_by_itself and self._mover.running > 0)
 
     def bind_block_pool(self, block_pool: BlockPool) -> None:
         """vLLM's block pool, from whose prefix cache blocks are taken that were computed from a failed load."""
-        self._block_pool = block_pool
+        self._stores.block_pool = block_pool
 
     def match(self, request: Request, computed_tokens: int) -> tuple[int, bool]:
         """Tokens that can be loaded beyond the `computed_tokens` leading ones that vLLM has, a multiple of the block size; and whether the
@@ -128,7 +127,7 @@ class SchedulerHalf:
         self._offers[request.request_id] = state
         return (end - begin) * self._block_tokens, not layerwise
 
-    def allocated(self, request: Request, block_ids: list[int], external_tokens: int) -> None:
+    def allocated(self, request: Request, block_ids: BlockTables, external_tokens: int) -> None:
         """vLLM has given the request all blocks of `block_ids`, `external_tokens` of them to be loaded."""
         state = self._states.get(request.request_id)
         if state is None:
@@ -145,7 +144,7 @@ class SchedulerHalf:
             self._withdraw(request.request_id, state)
             return
         end = min(offer.end, offer.begin + external_tokens // self._block_tokens)
-        self._begin_load(state, offer, end, block_ids[offer.begin : end], counts_as_hit=first_admission)
+        self._begin_load(state, offer, end, tuple(ids[offer.begin : end] for ids in block_ids), counts_as_hit=first_admission)
         self._withdraw(request.request_id, state)
 
     def build_metadata(self, output: SchedulerOutput) -> TuttiConnectorMetadata:
@@ -164,10 +163,10 @@ class SchedulerHalf:
         self._counters.preemptions += len(metadata.preempted)
         for request_id in metadata.preempted:
             if (preempted := self._states.get(request_id)) is not None:
-                preempted.block_ids = []
+                preempted.block_ids = ()
                 preempted.has_stores = False
         for new in output.scheduled_new_reqs:
-            self._scheduled(metadata, output, new.req_id, new.num_computed_tokens, list(new.block_ids[0]), replace=True)
+            self._scheduled(metadata, output, new.req_id, new.num_computed_tokens, new.block_ids, replace=True)
         cached = output.scheduled_cached_reqs
         for index, request_id in enumerate(cached.req_ids):
             new_ids = cached.new_block_ids[index]
@@ -176,7 +175,7 @@ class SchedulerHalf:
                 output,
                 request_id,
                 cached.num_computed_tokens[index],
-                list(new_ids[0]) if new_ids else [],
+                new_ids or (),
                 replace=request_id in cached.resumed_req_ids,
             )
         self._running = set(output.num_scheduled_tokens)
@@ -197,10 +196,13 @@ class SchedulerHalf:
             if request_id in received or (load.layerwise and _done(load.operation)):
                 del self._loads[request_id]
                 self._end_load(request_id, load, output.invalid_block_ids)
-        self._reap_stores()
+        self._stores.reap(self._states)
 
-    def finished(self, request: Request) -> bool:
-        """The request has ended, well or not. `True`: vLLM keeps its blocks until the workers report them sent."""
+    def finished(self, request: Request, block_ids: BlockTables | None = None) -> bool:
+        """The request has ended, well or not. `True`: vLLM keeps its blocks until the workers report them sent.
+
+        `block_ids`: its blocks now, where vLLM tells them.
+        """
         request_id = request.request_id
         self._running.discard(request_id)
         state = self._states.pop(request_id, None)
@@ -212,6 +214,8 @@ class SchedulerHalf:
             load.cancelled = True
             self._cancelled.append(request_id)
             return False
+        if block_ids is not None:
+            state.block_ids = block_ids
         work = self._plan_store(state, min(request.num_computed_tokens, request.num_tokens - 1))
         if work is not None:
             self._last_stores.append(work)
@@ -256,7 +260,7 @@ class SchedulerHalf:
         """Gives all pins back."""
         for request_id, state in list(self._offers.items()):
             self._withdraw(request_id, state)
-        self._reap_stores()
+        self._stores.reap({})
         self._loads.clear()
         self._states.clear()
 
@@ -288,11 +292,12 @@ class SchedulerHalf:
             return None
         return decision
 
-    def _begin_load(self, state: RequestState, offer: Offer, end: int, block_ids: list[int], *, counts_as_hit: bool) -> None:
+    def _begin_load(self, state: RequestState, offer: Offer, end: int, tables: BlockTables, *, counts_as_hit: bool) -> None:
         operation, move = None, None
         keys = [bytes(key) for key in state.request.block_hashes[offer.begin : end]]
+        block_ids = tables[0]
         try:
-            operation = self._store.retrieve(keys, block_ids)
+            operation = self._store.retrieve(keys, self._with_holes(tables))
             move = operation.plan.move if isinstance(operation.plan, RankedPlan) else None
         except Exception as error:
             self.engine_store.report("loading blocks", error)
@@ -328,7 +333,7 @@ class SchedulerHalf:
             if status != Status.OK or block_id in invalid
         ]
         self._policy.load_ended(
-            len(load.block_ids), 0.0 if result is None else result.seconds, failed=any(status in _TIER_FAILURES for status in statuses)
+            len(load.block_ids), 0.0 if result is None else result.seconds, failed=any(status in TIER_FAILURES for status in statuses)
         )
         state = self._states.get(request_id)
         if failed:
@@ -336,9 +341,10 @@ class SchedulerHalf:
             if state is not None:
                 state.load_failed = True
                 state.next_store = min(state.next_store, load.begin + failed[0])
-            if load.layerwise and self._block_pool is not None and state is not None:
+            if load.layerwise and self._stores.block_pool is not None and state is not None:
                 # What was computed behind a block that didn't arrive may be right for nobody, and is computed again.
-                self._block_pool.evict_blocks(set(load.block_ids[failed[0] :]) | set(state.block_ids[load.begin + failed[0] :]))
+                behind = state.block_ids[0][load.begin + failed[0] :] if state.block_ids else []
+                self._stores.block_pool.evict_blocks({*load.block_ids[failed[0] :], *behind})
         else:
             self._counters.loads_ok += 1
         if load.counts_as_hit:
@@ -350,7 +356,7 @@ class SchedulerHalf:
             state.offer = None
             del self._offers[request_id]
 
-    # --- stores ---
+    # --- steps ---
 
     def _scheduled(
         self,
@@ -358,82 +364,39 @@ class SchedulerHalf:
         output: SchedulerOutput,
         request_id: str,
         computed_tokens: int,
-        block_ids: list[int],
+        new_ids: Sequence[Sequence[int]],
         *,
         replace: bool,
     ) -> None:
         state = self._states.get(request_id)
         if state is None:
             return
-        state.block_ids = block_ids if replace else state.block_ids + block_ids
+        if replace or not state.block_ids:
+            state.block_ids = tuple(list(ids) for ids in new_ids)
+        else:
+            for known, new in zip(state.block_ids, new_ids, strict=False):  # no new ids: ()
+                known.extend(new)
+        if self._windows and state.next_store < len(state.request.block_hashes):
+            # Blocks that a window has left behind are replaced without a word: ask for what is there now.
+            state.block_ids = output.kv_connector_block_state.resolve_block_ids(request_id)
         work = self._plan_store(state, computed_tokens + output.num_scheduled_tokens.get(request_id, 0))
         if work is not None:
             metadata.stores.append(work)
 
     def _plan_store(self, state: RequestState, computed_tokens: int) -> StoreWork | None:
-        """Stores the blocks that are full once `computed_tokens` are computed, and neither stored nor planned.
-
-        A block counts as full only when vLLM has hashed it, which leaves out guessed tokens that may yet be rejected.
-        """
         if not self._may_store or state.request.lora_request is not None:
             return None
-        begin, hashes = state.next_store, state.request.block_hashes
-        end = min(computed_tokens // self._block_tokens, len(hashes), len(state.block_ids))
-        if end <= begin:
-            return None
-        state.next_store = end
-        if not self._policy.stores.allows():
-            self._counters.blocks_store_bypassed += end - begin
-            return None
-        keys = [bytes(key) for key in hashes[begin:end]]
-        try:
-            operation = self._store.store(keys, state.block_ids[begin:end], parent=bytes(hashes[begin - 1]) if begin else None)
-        except Exception as error:
-            self.engine_store.report("storing blocks", error)
-            self._counters.blocks_store_failed += len(keys)
-            return None
-        self._policy.stores.attempt()
-        self._stores.append(Store(state.request, operation, begin))
-        if not isinstance(operation.plan, RankedPlan):
-            return None
-        state.has_stores = True
-        return StoreWork(state.request.request_id, operation.plan.move)
+        return self._stores.plan(state, computed_tokens)
 
-    def _reap_stores(self) -> None:
-        running = []
-        for store in self._stores:
-            if store.operation.done():
-                self._end_store(store)
-            else:
-                running.append(store)
-        self._stores = running
-
-    def _end_store(self, store: Store) -> None:
-        result = self._result(store.operation, "storing blocks")
-        if result is None:
-            return
-        counters = self._counters
-        statuses = [Status(status) for status in result.statuses]
-        counters.blocks_stored += statuses.count(Status.OK)
-        counters.bytes_stored += result.bytes
-        counters.blocks_already_stored += statuses.count(Status.EXISTS)
-        counters.blocks_refused += statuses.count(Status.REJECTED)
-        failed = [i for i, status in enumerate(statuses) if status not in (Status.OK, Status.EXISTS, Status.REJECTED)]
-        counters.blocks_store_failed += len(failed)
-        if any(status in _TIER_FAILURES for status in statuses):
-            self._policy.stores.failure()
-        elif Status.OK in statuses:
-            self._policy.stores.success()
-        if self._events is not None:
-            for first, last in _runs(statuses):
-                self._events.stored(store.request, store.begin + first, store.begin + last)
-        state = self._states.get(store.request.request_id)
-        if state is not None and Status.CANCELLED in statuses:
-            state.next_store = min(state.next_store, store.begin + failed[0])
+    def _with_holes(self, tables: BlockTables) -> BlockTables:
+        """Block tables for the store: vLLM's null block means that a group doesn't want the block."""
+        if not self._windows:
+            return tables
+        return tuple([NO_BLOCK if block_id == NULL_BLOCK else block_id for block_id in ids] for ids in tables)
 
     # --- calls to the store that must not reach vLLM as exceptions ---
 
-    def _result(self, operation: RetrieveOperation | StoreOperation, action: str) -> Result | None:
+    def _result(self, operation: RetrieveOperation, action: str) -> Result | None:
         try:
             return operation.wait(0.0)
         except Exception as error:
@@ -461,14 +424,6 @@ class SchedulerHalf:
             self._store.unpin(pin)
         except Exception as error:
             self.engine_store.report("unpinning blocks", error)
-
-
-def _runs(statuses: Sequence[Status]) -> Iterator[tuple[int, int]]:
-    """`(first, end)` of each run of blocks that were stored."""
-    for status, run in itertools.groupby(enumerate(statuses), key=lambda item: item[1]):
-        if status == Status.OK:
-            positions = [position for position, _ in run]
-            yield positions[0], positions[-1] + 1
 
 
 def _done(operation: RetrieveOperation | None) -> bool:

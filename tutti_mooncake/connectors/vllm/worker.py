@@ -43,11 +43,14 @@ class RunningLoad:
     plan: PlanLike | None
     cancelled: bool = False
 
-    def failed(self) -> list[int]:
-        """Engine blocks that it left without valid content."""
+    def failed(self, *, as_whole: bool) -> list[int]:
+        """Engine blocks that it left without valid content; all of them if one is, `as_whole`."""
         if self.plan is None or self.work.move is None:
             return self.work.block_ids
         statuses = self.plan.statuses()
+        if as_whole:
+            whole = len(statuses) == len(self.work.block_ids) and bool((statuses == Status.OK).all())
+            return [] if whole else self.work.block_ids
         arrived = {int(block) for block, status in zip(self.work.move.blocks, statuses, strict=True) if status == Status.OK}
         return [block_id for block_id in self.work.block_ids if block_id not in arrived]
 
@@ -80,9 +83,12 @@ class Outbox:
 
 
 class WorkerHalf:
-    """`layers`: index of each attention layer in the model, by vLLM's name of it. `outbox`: where the mover's reports wait for a step."""
+    """`layers`: index of each attention layer in the model, by vLLM's name of it. `outbox`: where the mover's reports wait for a step.
 
-    def __init__(self, mover: RankMover, layers: Mapping[str, int], outbox: Outbox) -> None:
+    `by_request`: vLLM is told which requests' loads failed, and not which blocks, as with sliding windows.
+    """
+
+    def __init__(self, mover: RankMover, layers: Mapping[str, int], outbox: Outbox, *, by_request: bool = False) -> None:
         self._mover = mover
         self._layers = dict(layers)
         self._outbox = outbox
@@ -94,6 +100,8 @@ class WorkerHalf:
         self._stores_of: Counter[str] = Counter()
         self._finishing: set[str] = set()
         self._load_errors: set[int] = set()
+        self._by_request = by_request
+        self._failed_requests: set[str] = set()
 
     @property
     def stores_running(self) -> int:
@@ -158,14 +166,23 @@ class WorkerHalf:
             self._mover.poll()
         for load in ended:
             del self._loads[load.work.request_id]
-            if not load.cancelled:
-                self._load_errors.update(load.failed())
+            if load.cancelled or not (failed := load.failed(as_whole=self._by_request)):
+                continue
+            if self._by_request:
+                self._failed_requests.add(load.work.request_id)
+            else:
+                self._load_errors.update(failed)
         return sent, {load.work.request_id for load in ended}
 
     def take_load_errors(self) -> set[int]:
         """Engine block ids that the loads reported by the last `finished` left without valid content."""
         errors, self._load_errors = self._load_errors, set()
         return errors
+
+    def take_failed_requests(self) -> set[str]:
+        """Requests whose loads, reported by the last `finished`, left them without valid content."""
+        failed, self._failed_requests = self._failed_requests, set()
+        return failed
 
     def take_metadata(self) -> TuttiWorkerMetadata | None:
         """What the scheduler half is to know; `None` when there is nothing."""
@@ -209,7 +226,7 @@ class WorkerHalf:
         for load in self._layerwise:
             if load.plan is not None:
                 _wait_until_over(load.plan)
-            self._load_errors.update(load.failed() if complete else load.work.block_ids)
+            self._load_errors.update(load.failed(as_whole=False) if complete else load.work.block_ids)
         if not complete:
             self._layers_not_waited = True
             logger.error(

@@ -35,7 +35,38 @@ def sessions(rounds: int, seed: int, root: Path) -> list[str]:
     return mix(root, executors()[0], rounds, seed)
 
 
-NAMES: dict[str, tuple[Callable[[int, int, Path], list[str]], int]] = {"kill": (kill, 1000), "sessions": (sessions, 100_000)}
+def scenarios(rounds: int, seed: int, root: Path) -> list[str]:
+    """Random scenarios on real vLLM engines, a quarter of the rounds on each variant; needs vLLM."""
+    from tests.e2e.vllm.scenarios import VARIANTS, run_seed, start
+
+    wrong: list[str] = []
+    for index, variant in enumerate(VARIANTS):
+        (root / str(index)).mkdir()
+        engine = start(variant, root / str(index))
+        loads = failed = preempted = 0
+        try:
+            for number in range(seed, seed + rounds // len(VARIANTS)):
+                try:
+                    grown = run_seed(engine, number, {})
+                except Exception as error:
+                    wrong.append(f"{variant.name}: {error}")
+                    engine.kill()
+                    (root / f"{index}-{number}").mkdir()
+                    engine = start(variant, root / f"{index}-{number}")
+                    continue
+                loads, failed = loads + grown["loads"], failed + grown["loads_failed"]
+                preempted += grown["preemptions"]
+        finally:
+            engine.kill()
+        print(f"{variant.name}: {loads} loads, {failed} failed, {preempted} preemptions, {len(wrong)} problems so far", flush=True)
+    return wrong
+
+
+NAMES: dict[str, tuple[Callable[[int, int, Path], list[str]], int]] = {
+    "kill": (kill, 1000),
+    "sessions": (sessions, 100_000),
+    "scenarios": (scenarios, 2000),
+}
 
 
 def main() -> int:

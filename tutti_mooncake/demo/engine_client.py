@@ -39,7 +39,8 @@ class EngineProcess:
     """One running engine. Not for use from several threads.
 
     `settings`: keyword arguments of `vllm.LLM`, `model` among them. `devices`, `capacity`: the store's. `log`: file
-    that gets all output of the engine. Raises `EngineFailed` when the engine doesn't start.
+    that gets all output of the engine. `store`: more settings of the store and the connector. `connector`: another class and module than
+    ours. `server`: the module that serves the engine. Raises `EngineFailed` when the engine doesn't start.
     """
 
     def __init__(
@@ -49,20 +50,24 @@ class EngineProcess:
         log: Path,
         capacity: str = "1GiB",
         environment: Mapping[str, str] | None = None,
+        *,
+        store: Mapping[str, Any] | None = None,
+        connector: Mapping[str, str] | None = None,
+        server: str = "tutti_mooncake.demo.engine_server",
     ) -> None:
         self._log = log
-        store = {"devices": devices, "capacity": capacity}
+        options = {"devices": devices, "capacity": capacity, **(store or {})}
         arguments = {
             "enforce_eager": True,
             "dtype": "float32",
             "seed": 0,
             **settings,
-            "kv_transfer_config": {**CONNECTOR, "kv_connector_extra_config": store},
+            "kv_transfer_config": {**CONNECTOR, **(connector or {}), "kv_connector_extra_config": options},
         }
         threads = {"OMP_NUM_THREADS": str(min(len(os.sched_getaffinity(0)), 8))}
         with log.open("ab") as output:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tutti_mooncake.demo.engine_server"],
+                [sys.executable, "-m", server],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=output,

@@ -75,6 +75,7 @@ class EngineServer:
             "geometry": asdict(engine_store.geometry),
             "recovered_blocks": engine_store.store.recovery.recovered_blocks,
             "pins_held": connector.pins_held,
+            "kv_cache_groups": engine_store.mover.groups,
         }
 
     def metrics(self) -> str:
@@ -124,13 +125,13 @@ class EngineServer:
         return [answers[request_id] for request_id in ids]
 
 
-def serve(lines: IO[str], answers: IO[str]) -> None:
-    """Serves commands from `lines` and writes to `answers` until `shutdown` or the end of the input."""
+def serve(lines: IO[str], answers: IO[str], kind: type[EngineServer] = EngineServer) -> None:
+    """Serves commands (methods of `kind`) from `lines` and writes to `answers` until `shutdown` or the end of the input."""
     settings = json.loads(lines.readline())
     begin = time.perf_counter()
     from vllm import LLM
 
-    server = EngineServer(LLM(**settings))
+    server = kind(LLM(**settings))
     _answer(answers, {"ready": True, "start_seconds": time.perf_counter() - begin})
     for line in lines:
         command = json.loads(line)
@@ -148,11 +149,11 @@ def _answer(answers: IO[str], message: dict[str, Any]) -> None:
     answers.flush()
 
 
-def main() -> None:
+def main(kind: type[EngineServer] = EngineServer) -> None:
     """Keeps standard output for answers alone: whatever else prints goes to standard error."""
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    serve(sys.stdin, answers)
+    serve(sys.stdin, answers, kind)
 
 
 if __name__ == "__main__":

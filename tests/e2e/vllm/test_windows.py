@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ def test_blocks_of_every_kind_of_layer_come_back(start_engine: StartEngine, wind
     assert engine.call("reset_prefix_cache")
     assert_same_answer(ask(engine, PROMPT), cold, "from disk")
     assert counters(engine)["blocks_loaded"] == 20
+    assert engine.call("report")["kv_cache_groups"] == len(set(json.loads((window_model / "config.json").read_text())["layer_types"]))
     check_parts(engine)
     check_second_turn(engine)
     check_pressure(engine)

@@ -19,6 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.logger import init_logger
 
+from tutti_mooncake._native import FaultInjector
 from tutti_mooncake.config import read_settings
 from tutti_mooncake.connectors.vllm import namespace, registry
 from tutti_mooncake.connectors.vllm.accounting import Accounting
@@ -67,6 +68,8 @@ class TuttiConnector(KVConnectorBase_V1, SupportsHMA):
     """
 
     _cache_hit_source = hit_source()
+    faults: FaultInjector | None = None
+    """The seam at which tests make I/O of this process's workers fail."""
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
@@ -145,7 +148,7 @@ class TuttiConnector(KVConnectorBase_V1, SupportsHMA):
                 outbox.put(report)
 
         rank = namespace.tensor_parallel_rank(geometry.tp_size)
-        mover = RankMover(self._store_config, geometry, tensors, deliver, rank=rank, user=self._engine_id, groups=groups)
+        mover = RankMover(self._store_config, geometry, tensors, deliver, rank=rank, user=self._engine_id, groups=groups, faults=self.faults)
         self._worker = WorkerHalf(mover, layers, outbox, by_request=namespace.has_windows(self._kv_cache_config))
         registry.worker_opened(self._engine_id)
         logger.info("TuttiConnector: rank %d of %s; %s: %s", mover.rank, geometry, mover.executor, mover.executor_reason)

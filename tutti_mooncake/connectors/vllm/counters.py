@@ -34,6 +34,8 @@ class Counters:
     """Loads that ended."""
     loads_ok: int = 0
     """Loads of which every block arrived."""
+    loads_layerwise: int = 0
+    """Loads for which each layer waited in the step that computed the rest."""
     loads_failed: int = 0
     """Loads of which at least one block failed and was computed again."""
     loads_cancelled: int = 0

@@ -308,6 +308,7 @@ class SchedulerHalf:
 
     def _end_load(self, request_id: str, load: Load, invalid: set[int]) -> None:
         self._counters.loads += 1
+        self._counters.loads_layerwise += load.layerwise
         result = None if load.operation is None else self._result(load.operation, "loading blocks")
         statuses = [Status.BAD_STATE] * len(load.block_ids) if result is None else [Status(status) for status in result.statuses]
         if result is not None:

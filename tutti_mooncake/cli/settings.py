@@ -7,7 +7,8 @@ import os
 from typing import TYPE_CHECKING
 
 from tutti_mooncake.cli.output import plain, print_json, print_table, value_text
-from tutti_mooncake.cli.store_arguments import add_store_arguments, setting_sources, store_config
+from tutti_mooncake.cli.store_arguments import add_store_arguments, given_settings, setting_sources
+from tutti_mooncake.config import read_settings
 
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -22,7 +23,8 @@ def add_commands(commands: Subparsers) -> None:
 
 def run_config(arguments: argparse.Namespace) -> int:
     """Prints the whole tree of settings; with --json the values alone can be given back by --config."""
-    values = plain(store_config(arguments).as_dict())
+    store, engine = read_settings({name: value for name, (value, _) in given_settings(arguments).items()})
+    values = plain({**store.as_dict(), **engine.as_dict()})
     # A salt separates tenants: whoever sees it can find their blocks.
     if values.get("tenant_salt"):
         values["tenant_salt"] = "(set)"

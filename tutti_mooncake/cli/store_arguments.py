@@ -10,7 +10,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tutti_mooncake.config import ENVIRONMENT_PREFIX, StoreConfig
+from tutti_mooncake.config import ENVIRONMENT_PREFIX, EngineConfig, StoreConfig, read_settings
 from tutti_mooncake.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -69,14 +69,15 @@ def read_settings_file(path: str) -> Mapping[str, Any]:
 def store_config(arguments: argparse.Namespace, **overrides: Any) -> StoreConfig:
     """The settings that the arguments, their file and the environment add up to."""
     values = {name: value for name, (value, _) in given_settings(arguments).items()}
-    return StoreConfig.from_mapping({**values, **overrides})
+    return read_settings({**values, **overrides})[0]
 
 
 def setting_sources(arguments: argparse.Namespace, environment: Mapping[str, str]) -> dict[str, str]:
     """Where each setting's value comes from."""
     sources = {
         field.name: f"${ENVIRONMENT_PREFIX}{field.name.upper()}" if ENVIRONMENT_PREFIX + field.name.upper() in environment else "default"
-        for field in fields(StoreConfig)
+        for kind in (StoreConfig, EngineConfig)
+        for field in fields(kind)
     }
     sources.update({name: source for name, (_, source) in given_settings(arguments).items()})
     return sources

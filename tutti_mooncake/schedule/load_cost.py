@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+LOAD_COST = "load_cost"
+"""Under which name a store remembers it."""
 _FADE = 0.98
 _LEAST_WEIGHT = 3.0
 _PROBE_EVERY = 16

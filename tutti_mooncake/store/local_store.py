@@ -87,6 +87,8 @@ class LocalStore:
         )
         self._admission = make_admission(config.admission)
         state = pool.read_state()
+        self.memory: dict[str, Any] = dict(state.get("memory", {}))
+        """Small facts (JSON, 2 KiB in all) that outlive the process: written when the store is closed."""
         self._budget = WriteBudget(config.write_budget, clock(), state.get("budget_level"), state.get("budget_time"))
         self.history = History.read(pool.devices[0].buffered_fd, clock)
         self.requests = RequestLog.read(pool.devices[0].buffered_fd)
@@ -168,11 +170,18 @@ class LocalStore:
     # --- moving blocks ---
 
     def store(
-        self, keys: Keys, block_ids: BlockIds, *, parent: bytes | None = None, deadline_seconds: float | None = None
+        self,
+        keys: Keys,
+        block_ids: BlockIds,
+        *,
+        parent: bytes | None = None,
+        deadline_seconds: float | None = None,
+        admit: bool = False,
     ) -> StoreOperation:
         """Starts to store consecutive blocks of one chain below `parent` (None = root).
 
-        `block_ids`: one per key; where layers follow several block tables (groups), a row of them per group.
+        `block_ids`: one per key; where layers follow several block tables (groups), a row of them per group. `admit`: past the admission
+        policy, not past the write budget.
         The blocks' memory must not change until the operation is done and drained. Raises KeyFormatError, TensorError, StoreClosed;
         everything else is a status.
         """
@@ -188,7 +197,7 @@ class LocalStore:
             return self._without_io(statuses)
         with self._lock:
             self._life.check_open()
-            admitted = self._admitted(array, statuses)
+            admitted = self._admitted(array, admit)
             chain = array[:admitted]
             if not admitted:
                 return self._without_io(statuses)
@@ -389,14 +398,13 @@ class LocalStore:
         self.requests.write(descriptor)
 
     def _write_state(self, *, clean: bool) -> None:
-        self._pool.write_state(clean=clean, budget_level=self._budget.level, budget_time=self._clock())
+        self._pool.write_state(clean=clean, budget_level=self._budget.level, budget_time=self._clock(), memory=self.memory)
 
-    def _admitted(self, keys: npt.NDArray[np.uint8], statuses: npt.NDArray[np.uint8]) -> int:
-        """How many leading keys may be stored; those beyond keep REJECTED in `statuses`."""
+    def _admitted(self, keys: npt.NDArray[np.uint8], whatever: bool) -> int:
+        """How many leading keys may be stored; by the budget alone, if `whatever`."""
         flags = self._admission.admit(keys)
         resident, _, _, _ = self._table.resolve(keys, self._now())
-        new = resident != Status.OK
-        refused = np.flatnonzero(new & ~flags)
+        refused = np.flatnonzero((resident != Status.OK) & ~flags & (not whatever))
         admitted = int(refused[0]) if len(refused) else len(keys)
         granted = self._budget.take(self._slot_payload(), admitted, self._clock())
         if granted < admitted:
@@ -432,6 +440,8 @@ class LocalStore:
 
     def _free_records(self, slots: Slots) -> bool:
         """Marks slots as free on the device. False: the device refused, and the slots must not be used again before a restart."""
+        if self.config.read_only:
+            return True
         status = Status(self._pool.slot_table.write(self._table, slots, False))
         if status == Status.OK and self.config.durability == "flush":
             status = self._pool.flush_records()
@@ -440,9 +450,7 @@ class LocalStore:
         return status == Status.OK
 
     def _drop_failed(self, keys: npt.NDArray[np.uint8], generations: Slots) -> None:
-        """Removes blocks whose stored copy proved unusable. `keys` are salted."""
-        if self.config.read_only:
-            return
+        """Removes blocks whose stored copy proved unusable; a read-only store forgets them. `keys` are salted."""
         with self._lock:
             removed = self._table.remove(keys, generations)
             self._retirement.retire(removed, Removal.FAILED_CHECK)

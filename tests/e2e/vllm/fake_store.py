@@ -69,7 +69,9 @@ class FakeStore:
         assert self.pins > 0, "unpinned more often than pinned"
         self.pins -= 1
 
-    def store(self, keys: Sequence[bytes], block_ids: Sequence[Sequence[int]], *, parent: bytes | None) -> FakeOperation:
+    def store(
+        self, keys: Sequence[bytes], block_ids: Sequence[Sequence[int]], *, parent: bytes | None, admit: bool = False
+    ) -> FakeOperation:
         self._check()
         self.stores.append(self._operation(keys, block_ids[0], parent, write=True))
         return self.stores[-1]

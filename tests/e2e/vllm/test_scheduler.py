@@ -34,6 +34,7 @@ def request(name: str, tokens: int, request_id: str | None = None) -> Any:
         block_hashes=chain(name, tokens // T),
         lora_request=None,
         skip_reading_prefix_cache=False,
+        kv_transfer_params=None,
     )
 
 

@@ -31,7 +31,7 @@ from tutti_mooncake.connectors.vllm.spans import Spans
 from tutti_mooncake.connectors.vllm.stats import TuttiPromMetrics, TuttiStats
 from tutti_mooncake.connectors.vllm.worker import Outbox, WorkerHalf
 from tutti_mooncake.errors import ConfigError
-from tutti_mooncake.schedule import LoadCost
+from tutti_mooncake.schedule import LOAD_COST, LoadCost
 from tutti_mooncake.store.moves import MoveReport
 from tutti_mooncake.store.rank_mover import RankMover
 
@@ -108,7 +108,7 @@ class TuttiConnector(KVConnectorBase_V1, SupportsHMA):
                 # can't be told which blocks of a running request failed.
                 LoadPolicy(
                     self._engine_config,
-                    LoadCost(),
+                    LoadCost.from_dict(engine_store.store.memory.get(LOAD_COST, {})),
                     may_wait=not scheduler.async_scheduling and not windows,
                     largest_step=scheduler.max_num_batched_tokens,
                 ),
@@ -148,7 +148,9 @@ class TuttiConnector(KVConnectorBase_V1, SupportsHMA):
                 outbox.put(report)
 
         rank = namespace.tensor_parallel_rank(geometry.tp_size)
-        mover = RankMover(self._store_config, geometry, tensors, deliver, rank=rank, user=self._engine_id, groups=groups, faults=self.faults)
+        mover = RankMover(
+            self._store_config, geometry, tensors, deliver, rank=rank, user=self._engine_id, groups=groups, faults=self.faults
+        )
         self._worker = WorkerHalf(mover, layers, outbox, by_request=namespace.has_windows(self._kv_cache_config))
         registry.worker_opened(self._engine_id)
         logger.info("TuttiConnector: rank %d of %s; %s: %s", mover.rank, geometry, mover.executor, mover.executor_reason)
@@ -246,6 +248,7 @@ class TuttiConnector(KVConnectorBase_V1, SupportsHMA):
         self._shutdown_worker()
         if self._scheduler is not None:
             self._scheduler.shutdown()
+            self._scheduler.engine_store.store.memory[LOAD_COST] = self._scheduler.load_cost.as_dict()
             registry.close_store(self._scheduler.engine_store)
             self._scheduler = None
 

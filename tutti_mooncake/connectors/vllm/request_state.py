@@ -19,6 +19,12 @@ NULL_BLOCK = 0
 """vLLM's block that stands for none."""
 
 
+def asked(request: Request, name: str, *, default: bool) -> bool:
+    """What a request says in its `kv_transfer_params`: `tutti_load`, `tutti_store`, `tutti_admit`."""
+    parameters = request.kv_transfer_params
+    return bool(parameters.get(name, default)) if parameters else default
+
+
 @dataclass
 class Offer:
     """Blocks `[begin, end)` of a request's chain that were found in the store, and the pin that keeps them there."""

@@ -24,10 +24,11 @@ from tutti_mooncake.connectors.vllm.events import Events
 from tutti_mooncake.connectors.vllm.metadata import LoadWork, StoreWork, TuttiConnectorMetadata, TuttiWorkerMetadata
 from tutti_mooncake.connectors.vllm.policy import TIER_FAILURES, Decision, LoadPolicy
 from tutti_mooncake.connectors.vllm.registry import EngineStore
-from tutti_mooncake.connectors.vllm.request_state import NULL_BLOCK, BlockTables, Load, Offer, RequestState
+from tutti_mooncake.connectors.vllm.request_state import NULL_BLOCK, BlockTables, Load, Offer, RequestState, asked
 from tutti_mooncake.connectors.vllm.stats import StatsReader, TuttiStats
 from tutti_mooncake.connectors.vllm.store_queue import StoreQueue
 from tutti_mooncake.keys import NO_BLOCK
+from tutti_mooncake.schedule import LoadCost
 from tutti_mooncake.store.moves import RankedPlan
 
 if TYPE_CHECKING:
@@ -80,6 +81,11 @@ class SchedulerHalf:
         self._finishing: list[str] = []
         self._cancelled: list[str] = []
         self._running: set[str] = set()
+
+    @property
+    def load_cost(self) -> LoadCost:
+        """What loading and computing have been measured to cost."""
+        return self._policy.cost
 
     @property
     def pins_held(self) -> int:
@@ -270,6 +276,8 @@ class SchedulerHalf:
         """Why nothing of the request may be loaded, whatever the store has; empty when it may."""
         if state.request.lora_request is not None:
             return "the request has an adapter"
+        if not asked(state.request, "tutti_load", default=True):
+            return "the request asked for no load"
         if not self._may_load:
             return "the engine's kv_role only stores"
         if getattr(state.request, "skip_reading_prefix_cache", False):
@@ -385,7 +393,7 @@ class SchedulerHalf:
             metadata.stores.append(work)
 
     def _plan_store(self, state: RequestState, computed_tokens: int) -> StoreWork | None:
-        if not self._may_store or state.request.lora_request is not None:
+        if not self._may_store or state.request.lora_request is not None or not asked(state.request, "tutti_store", default=True):
             return None
         return self._stores.plan(state, computed_tokens)
 

@@ -16,7 +16,7 @@ from tutti_mooncake.connectors.vllm.events import Events
 from tutti_mooncake.connectors.vllm.metadata import StoreWork
 from tutti_mooncake.connectors.vllm.policy import TIER_FAILURES, LoadPolicy
 from tutti_mooncake.connectors.vllm.registry import EngineStore
-from tutti_mooncake.connectors.vllm.request_state import NULL_BLOCK, RequestState, Store
+from tutti_mooncake.connectors.vllm.request_state import NULL_BLOCK, RequestState, Store, asked
 from tutti_mooncake.store.moves import RankedPlan
 
 if TYPE_CHECKING:
@@ -60,7 +60,10 @@ class StoreQueue:
         keys = [bytes(key) for key in hashes[begin:end]]
         try:
             tables = [ids[begin:end] for ids in state.block_ids]
-            operation = self._engine_store.store.store(keys, tables, parent=bytes(hashes[begin - 1]) if begin else None)
+            parent = bytes(hashes[begin - 1]) if begin else None
+            operation = self._engine_store.store.store(
+                keys, tables, parent=parent, admit=asked(state.request, "tutti_admit", default=False)
+            )
         except Exception as error:
             self._engine_store.report("storing blocks", error)
             self._engine_store.counters.blocks_store_failed += len(keys)

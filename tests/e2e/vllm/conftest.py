@@ -10,6 +10,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed (scripts/setup --with-vllm)")
 
+from tests.e2e.vllm import faulty_engine
 from tests.e2e.vllm.tiny_model import make_tiny_model
 from tutti_mooncake.demo.engine_client import EngineProcess
 
@@ -33,10 +34,10 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def start_engine(tiny_model: Path, pool: Path, tmp_path: Path) -> Iterator[StartEngine]:
-    """Starts an engine with TuttiConnector on the module's pool; `settings` are added to those of `vllm.LLM`."""
+    """Starts an engine with TuttiConnector on the module's pool; `settings` are added to those of `vllm.LLM`. `faulty`: `faulty_engine`."""
     running: list[EngineProcess] = []
 
-    def start(environment: dict[str, str] | None = None, **settings: Any) -> EngineProcess:
+    def start(environment: dict[str, str] | None = None, *, faulty: bool = False, **settings: Any) -> EngineProcess:
         for engine in running:
             engine.kill()
         arguments = {
@@ -47,7 +48,8 @@ def start_engine(tiny_model: Path, pool: Path, tmp_path: Path) -> Iterator[Start
             **settings,
         }
         variables = {"OMP_NUM_THREADS": "1", **(environment or {})}  # more threads wait busily where cores are few
-        engine = EngineProcess(arguments, [str(pool)], tmp_path / "engine.log", CAPACITY, variables)
+        others: dict[str, Any] = {"connector": faulty_engine.CONNECTOR, "server": faulty_engine.MODULE} if faulty else {}
+        engine = EngineProcess(arguments, [str(pool)], tmp_path / "engine.log", CAPACITY, variables, **others)
         running.append(engine)
         return engine
 

@@ -1,4 +1,4 @@
-"""An engine whose store can be made to fail on command: the server, and the connector that it gives vLLM.
+"""An engine whose store can be made to fail on command: the server, and the name of the connector that it gives vLLM.
 
 `python -m tests.e2e.vllm.faulty_engine` takes the commands of `engine_server`, and those of `FaultyServer`.
 """
@@ -12,18 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from tutti_mooncake._native import FaultInjector
-from tutti_mooncake.connectors.vllm import TuttiConnector
 from tutti_mooncake.demo.engine_server import EngineServer, main
 
 MODULE = "tests.e2e.vllm.faulty_engine"
-CONNECTOR = {"kv_connector": "FaultyConnector", "kv_connector_module_path": MODULE}
-FAULTS = FaultInjector()
-
-
-class FaultyConnector(TuttiConnector):
-    """Shares one fault injector with the server in the same process."""
-
-    faults = FAULTS
+CONNECTOR = {"kv_connector": "FaultyConnector", "kv_connector_module_path": "tests.e2e.vllm.faulty_connector"}
 
 
 class FaultyServer(EngineServer):
@@ -99,11 +91,9 @@ class FaultyServer(EngineServer):
 
 
 def _faults() -> FaultInjector:
-    # vLLM imports this module by name, and Python runs it as __main__: the injector of the former is the one in use.
-    import importlib
+    from tests.e2e.vllm.faulty_connector import FAULTS  # late: what vLLM prints must not come before the server's first answer
 
-    injector: FaultInjector = importlib.import_module(MODULE).FAULTS
-    return injector
+    return FAULTS
 
 
 if __name__ == "__main__":

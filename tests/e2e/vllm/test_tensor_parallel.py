@@ -30,10 +30,15 @@ def test_two_ranks_share_a_pool_that_outlives_them(start_engine: StartEngine, po
     assert (report["pins_held"], report["stats"]["pins"]) == (0, 0)
     engine.kill()
 
-    engine = start_engine(tensor_parallel_size=2)
+    engine = start_engine({"FAULTY_RANK": "1"}, faulty=True, tensor_parallel_size=2)
     (again,) = engine.call("generate", prompts=[PROMPT], max_tokens=ANSWER_TOKENS, logprobs=True)
-    assert_same_answer(again, cold, "two ranks, in a new process")
-    assert engine.call("report")["counters"]["blocks_loaded"] == 5
+    assert_same_answer(again, cold, "two ranks, in a new process, the second reads damaged bytes")
+    counters = engine.call("report")["counters"]
+    assert (counters["loads"], counters["loads_failed"]) == (1, 1) and counters["blocks_loaded"] < 5
+    assert engine.call("reset_prefix_cache")
+    (repaired,) = engine.call("generate", prompts=[PROMPT], max_tokens=ANSWER_TOKENS, logprobs=True)
+    assert_same_answer(repaired, cold, "two ranks, after the repair")
+    assert engine.call("report")["counters"]["hit_tokens"] - counters["hit_tokens"] == 5 * BLOCK_TOKENS
     engine.stop()
 
     with pytest.raises(EngineFailed, match="tp_size: 2 != 1"):

@@ -25,9 +25,12 @@ class EngineServer:
         self._core = self._engine.engine_core.engine_core
         self._next_id = 0
 
-    def generate(self, prompts: list[list[int]], max_tokens: int, logprobs: bool = False) -> list[dict[str, Any]]:
-        """Answers all prompts (token ids) at once, greedily. `ttft_seconds` counts from the submission of the batch."""
-        return self._run(self._add(prompts, max_tokens, logprobs))
+    def generate(self, prompts: list[list[int]], max_tokens: int, logprobs: bool = False, **options: Any) -> list[dict[str, Any]]:
+        """Answers all prompts (token ids) at once, greedily. `ttft_seconds` counts from the submission of the batch.
+
+        `options`: as those of `_add`.
+        """
+        return self._run(self._add(prompts, max_tokens, logprobs, **options))
 
     def generate_and_abort(self, prompts: list[list[int]], max_tokens: int, abort_at_step: dict[str, int]) -> list[dict[str, Any]]:
         """As `generate`, but aborts prompt `int(i)` before engine step `abort_at_step[i]`; its answer stays empty."""
@@ -88,15 +91,35 @@ class EngineServer:
         """Ends the engine and closes the store."""
         self._engine.engine_core.shutdown()
 
-    def _add(self, prompts: list[list[int]], max_tokens: int, logprobs: bool) -> list[str]:
+    def _add(
+        self,
+        prompts: list[list[int]],
+        max_tokens: int,
+        logprobs: bool,
+        *,
+        cache_salt: str | None = None,
+        adapter: str | None = None,
+        images: list[str] | None = None,
+        priorities: list[int] | None = None,
+        sampling: dict[str, Any] | None = None,
+    ) -> list[str]:
+        """`adapter`: directory of a LoRA adapter; `images`: a file per prompt; `sampling`: more settings of `SamplingParams`."""
         from vllm import SamplingParams
+        from vllm.lora.request import LoRARequest
 
-        parameters = SamplingParams(temperature=0.0, max_tokens=max_tokens, logprobs=1 if logprobs else None)
+        settings = {"temperature": 0.0, "max_tokens": max_tokens, "logprobs": 1 if logprobs else None, **(sampling or {})}
+        lora = LoRARequest(adapter, 1, adapter) if adapter else None
         ids = []
-        for prompt in prompts:
+        for i, tokens in enumerate(prompts):
+            prompt: dict[str, Any] = {"prompt_token_ids": tokens}
+            if cache_salt is not None:
+                prompt["cache_salt"] = cache_salt
+            if images is not None:
+                prompt["multi_modal_data"] = {"image": _image(images[i])}
             ids.append(str(self._next_id))
             self._next_id += 1
-            self._engine.add_request(ids[-1], {"prompt_token_ids": prompt}, parameters)
+            priority = priorities[i] if priorities else 0
+            self._engine.add_request(ids[-1], prompt, SamplingParams(**settings), lora_request=lora, priority=priority)
         return ids
 
     def _run(self, ids: list[str], abort_at_step: dict[str, int] | None = None) -> list[dict[str, Any]]:
@@ -114,6 +137,9 @@ class EngineServer:
                 if output.request_id not in answers or not output.outputs[0].token_ids:
                     continue
                 answer, completion = answers[output.request_id], output.outputs[0]
+                if completion.index:  # not the first of a request's samples, which arrive one by one
+                    answer.setdefault("more_samples", {})[completion.index] = list(completion.token_ids)
+                    continue
                 answer.setdefault("ttft_seconds", time.perf_counter() - begin)
                 answer |= {"token_ids": list(completion.token_ids), "text": completion.text}
                 answer["finish_reason"] = completion.finish_reason
@@ -142,6 +168,13 @@ def serve(lines: IO[str], answers: IO[str], kind: type[EngineServer] = EngineSer
             _answer(answers, {"error": traceback.format_exc()})
         if name == "shutdown":
             return
+
+
+def _image(path: str) -> Any:
+    from PIL import Image
+
+    with Image.open(path) as image:
+        return image.convert("RGB")
 
 
 def _answer(answers: IO[str], message: dict[str, Any]) -> None:

@@ -34,10 +34,15 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def start_engine(tiny_model: Path, pool: Path, tmp_path: Path) -> Iterator[StartEngine]:
-    """Starts an engine with TuttiConnector on the module's pool; `settings` are added to those of `vllm.LLM`. `faulty`: `faulty_engine`."""
+    """Starts an engine with TuttiConnector on the module's pool; `settings` are added to those of `vllm.LLM`, `store` to the store's.
+
+    `faulty`: one whose I/O can be made to fail (`faulty_engine`).
+    """
     running: list[EngineProcess] = []
 
-    def start(environment: dict[str, str] | None = None, *, faulty: bool = False, **settings: Any) -> EngineProcess:
+    def start(
+        environment: dict[str, str] | None = None, store: dict[str, Any] | None = None, *, faulty: bool = False, **settings: Any
+    ) -> EngineProcess:
         for engine in running:
             engine.kill()
         arguments = {
@@ -49,7 +54,7 @@ def start_engine(tiny_model: Path, pool: Path, tmp_path: Path) -> Iterator[Start
         }
         variables = {"OMP_NUM_THREADS": "1", **(environment or {})}  # more threads wait busily where cores are few
         others: dict[str, Any] = {"connector": faulty_engine.CONNECTOR, "server": faulty_engine.MODULE} if faulty else {}
-        engine = EngineProcess(arguments, [str(pool)], tmp_path / "engine.log", CAPACITY, variables, **others)
+        engine = EngineProcess(arguments, [str(pool)], tmp_path / "engine.log", CAPACITY, variables, store=store, **others)
         running.append(engine)
         return engine
 

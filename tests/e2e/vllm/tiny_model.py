@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ BEGIN, END, PAD = 256, 257, 258
 MAX_TOKENS = 8192
 
 
-def make_tiny_model(directory: Path, seed: int = 0, **changes: Any) -> Path:
+def make_tiny_model(directory: Path, seed: int = 0, kv_heads: int = KV_HEADS, **changes: Any) -> Path:
     """Writes the model whose weights are drawn from `seed` into `directory`, which is returned; `changes` to its configuration."""
     directory.mkdir(parents=True, exist_ok=True)
     generator = torch.Generator().manual_seed(seed)
@@ -44,8 +45,8 @@ def make_tiny_model(directory: Path, seed: int = 0, **changes: Any) -> Path:
         prefix = f"model.layers.{layer}."
         weights |= {
             prefix + "self_attn.q_proj.weight": random(HIDDEN, HIDDEN),
-            prefix + "self_attn.k_proj.weight": random(KV_HEADS * HEAD_DIM, HIDDEN),
-            prefix + "self_attn.v_proj.weight": random(KV_HEADS * HEAD_DIM, HIDDEN),
+            prefix + "self_attn.k_proj.weight": random(kv_heads * HEAD_DIM, HIDDEN),
+            prefix + "self_attn.v_proj.weight": random(kv_heads * HEAD_DIM, HIDDEN),
             prefix + "self_attn.o_proj.weight": random(HIDDEN, HIDDEN),
             prefix + "mlp.gate_proj.weight": random(INTERMEDIATE, HIDDEN),
             prefix + "mlp.up_proj.weight": random(INTERMEDIATE, HIDDEN),
@@ -61,7 +62,7 @@ def make_tiny_model(directory: Path, seed: int = 0, **changes: Any) -> Path:
         "intermediate_size": INTERMEDIATE,
         "num_hidden_layers": LAYERS,
         "num_attention_heads": HEADS,
-        "num_key_value_heads": KV_HEADS,
+        "num_key_value_heads": kv_heads,
         "head_dim": HEAD_DIM,
         "vocab_size": VOCABULARY,
         "max_position_embeddings": MAX_TOKENS,
@@ -76,17 +77,18 @@ def make_tiny_model(directory: Path, seed: int = 0, **changes: Any) -> Path:
         **changes,
     }
     (directory / "config.json").write_text(json.dumps(config, indent=1))
-    _write_tokenizer(directory)
+    write_tokenizer(directory)
     return directory
 
 
-def _write_tokenizer(directory: Path) -> None:
+def write_tokenizer(directory: Path, more: Sequence[str] = ()) -> None:
+    """A token per byte, then those for begin, end and padding, then the special tokens `more`."""
     vocabulary = {token: index for index, token in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    vocabulary |= {"<s>": BEGIN, "</s>": END, "<pad>": PAD}
+    vocabulary |= {"<s>": BEGIN, "</s>": END, "<pad>": PAD, **{token: VOCABULARY + i for i, token in enumerate(more)}}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<s>", "</s>", "<pad>"])
+    tokenizer.add_special_tokens(["<s>", "</s>", "<pad>", *more])
     tokenizer.save(str(directory / "tokenizer.json"))
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",

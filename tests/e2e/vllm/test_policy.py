@@ -190,6 +190,17 @@ def test_blocks_behind_a_failed_layerwise_load_leave_vllms_cache_and_are_stored_
     assert stored(again, store) == [("a", chain("a", 5)[1:], [6, 7, 8, 9], chain("a", 5)[0])]
 
 
+def test_request_admitted_in_the_same_step_would_wait_too(store: FakeStore, clock: Clock) -> None:
+    half = scheduler(store, LoadPolicy(EngineConfig(load_threshold="none"), LoadCost(), may_wait=True, largest_step=512, clock=clock))
+    assert half.match(request("a", 3 * T + 1), 0) == (3 * T, False), "alone"
+    cold = request("cold", 3 * T)
+    half.match(cold, 0)
+    half.allocated(cold, ([1, 2, 3],), 0)
+    assert half.match(request("b", 3 * T + 1), 0) == (3 * T, True)
+    half.build_metadata(output())
+    assert half.match(request("b", 3 * T + 1), 0) == (3 * T, False), "nothing runs any more"
+
+
 def test_request_that_ends_in_the_step_of_its_layerwise_load_is_counted(store: FakeStore, clock: Clock) -> None:
     half = scheduler(store, policy("layerwise", clock), may_load=True, may_store=True)
     one = request("a", 3 * T + 1)

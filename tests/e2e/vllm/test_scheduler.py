@@ -86,7 +86,7 @@ def stored(metadata: TuttiConnectorMetadata, store: FakeStore) -> list[tuple[str
 
 def scheduler(store: FakeStore, load_policy: LoadPolicy | None = None, **roles: bool) -> SchedulerHalf:
     ours = engine_store(store)
-    return SchedulerHalf(ours, load_policy or policy(), accounting(ours, T), T, **roles)
+    return SchedulerHalf(ours, load_policy or policy(), accounting(ours, T), T, **{"may_load": True, "may_store": True, **roles})
 
 
 @pytest.fixture

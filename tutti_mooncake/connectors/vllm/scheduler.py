@@ -144,6 +144,8 @@ class SchedulerHalf:
             if state.offer is None or external_tokens == 0:
                 self._accounting.settle(request, state.finding)
         offer = state.offer
+        if offer is None or external_tokens == 0 or offer.layerwise:
+            self._running.add(request.request_id)  # computed in this step: whoever is asked about next isn't alone
         if offer is None:
             return
         if external_tokens == 0:

@@ -16,6 +16,8 @@ import traceback
 from dataclasses import asdict
 from typing import IO, Any
 
+SETTLE_SECONDS = 60.0
+
 
 class EngineServer:
     """`llm`: a `vllm.LLM` whose core runs in this process and whose connector is `TuttiConnector`."""
@@ -42,6 +44,7 @@ class EngineServer:
         """Returns when every store of every ended request is durable."""
         while self._core.scheduler.has_requests():
             self._engine.step()
+        self._core.scheduler.get_kv_connector().settle_stores(SETTLE_SECONDS)
 
     def reset_prefix_cache(self) -> bool:
         """Empties vLLM's own cache, not the store."""

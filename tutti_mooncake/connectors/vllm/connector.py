@@ -130,6 +130,10 @@ class TuttiConnector(KVConnectorBase_V1, SupportsHMA):
         """Pins that the scheduler half will still give back; 0 when no request waits for a load."""
         return self._require_scheduler().pins_held
 
+    def settle_stores(self, timeout_seconds: float) -> None:
+        """Returns when all stores that workers have ended are committed too, which otherwise happens a moment later and on its own."""
+        self._require_scheduler().settle_stores(timeout_seconds)
+
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
         """Layers wait for their part of a load, which a whole graph would leave out."""

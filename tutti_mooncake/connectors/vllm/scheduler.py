@@ -231,6 +231,10 @@ class SchedulerHalf:
             self._finishing.append(request_id)
         return state.has_stores
 
+    def settle_stores(self, timeout_seconds: float) -> None:
+        """Returns when the blocks of all running stores are durable, or have failed, and are counted. Raises TimeoutError."""
+        self._stores.settle(self._states, timeout_seconds)
+
     def clear(self) -> bool:
         """Empties the store, as after a change of the model's weights. `False` when it could not."""
         try:

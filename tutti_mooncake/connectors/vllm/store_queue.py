@@ -88,6 +88,12 @@ class StoreQueue:
                 running.append(store)
         self._stores = running
 
+    def settle(self, states: Mapping[str, RequestState], timeout_seconds: float) -> None:
+        """Returns when what is running has ended and was taken in. Raises TimeoutError if it takes longer."""
+        for store in self._stores:
+            store.operation.wait(timeout_seconds)
+        self.reap(states)
+
     def _end(self, store: Store, states: Mapping[str, RequestState]) -> None:
         try:
             result = store.operation.wait(0.0)

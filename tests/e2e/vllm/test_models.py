@@ -85,7 +85,7 @@ def check_prompt(engine: EngineProcess, prompt: list[int], blocks: int, what: st
     forget(engine)
     from_disk, grown = ask_and_count(engine, prompt, **options)
     assert_same_answer(from_disk, cold, f"{what}, from disk")
-    assert (grown["hit_blocks"], grown["blocks_loaded"], grown["local_hit_blocks"]) == (blocks, blocks, 0), what
+    assert (grown["hit_blocks"], grown["blocks_loaded"], grown["local_hit_blocks"]) == (blocks, blocks, 0), f"{what}: {grown}"
     forget(engine)
     return cold
 
@@ -106,13 +106,28 @@ def check_lengths(engine: EngineProcess, block_tokens: int) -> None:
 
 
 def check_beside_local_hit(engine: EngineProcess, block_tokens: int) -> None:
-    """vLLM still holds the first blocks of a prompt, and the store gives those behind them."""
+    """vLLM has the first blocks of a prompt and the store gives those behind them; and the other way round, vLLM goes on with a part of
+    what was loaded, which shows that each block is in its own place: attention over all of them doesn't see their order.
+    """
     prompt = make_prompt(7, 8 * block_tokens + 3)
-    cold = check_prompt(engine, prompt, 8, "a long prompt")
-    _, grown = ask_and_count(engine, prompt[: 3 * block_tokens + 5])
-    assert grown["hit_blocks"] == 3
-    mixed, grown = ask_and_count(engine, prompt)
-    assert_same_answer(mixed, cold, "three blocks from vLLM's own cache and five from disk")
+    part = prompt[: 3 * block_tokens + 5]
+    whole = check_prompt(engine, prompt, 8, "a long prompt")
+    computed, grown = ask_and_count(engine, part, sampling={"skip_reading_prefix_cache": True})
+    assert grown["miss_blocks"] == 3
+    forget(engine)
+
+    _, grown = ask_and_count(engine, prompt)
+    assert grown["blocks_loaded"] == 8
+    answer, grown = ask_and_count(engine, part)
+    assert_same_answer(answer, computed, "three of the eight blocks that vLLM got from disk")
+    assert (grown["local_hit_blocks"], grown["blocks_loaded"]) == (3, 0)
+    forget(engine)
+
+    answer, grown = ask_and_count(engine, part)
+    assert_same_answer(answer, computed, "three of the eight blocks on disk")
+    assert grown["blocks_loaded"] == 3
+    answer, grown = ask_and_count(engine, prompt)
+    assert_same_answer(answer, whole, "three blocks from vLLM's own cache and five from disk")
     assert (grown["local_hit_blocks"], grown["hit_blocks"], grown["blocks_loaded"]) == (3, 5, 5)
     forget(engine)
 

@@ -5,6 +5,13 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import pytest
+from vllm.v1.core.sched.output import SchedulerOutput
+
+needs_windows = pytest.mark.skipif(
+    not hasattr(SchedulerOutput, "kv_connector_block_state"), reason="this vLLM doesn't tell which blocks a sliding window has left"
+)
+
 LOGPROB_TOLERANCE = 2e-3
 """Chunks of other sizes add in another order; this is ten times the difference seen, and far below that of a wrong
 block.

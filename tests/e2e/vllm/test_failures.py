@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.vllm import faulty_engine
-from tests.e2e.vllm.checks import assert_same_answer, make_prompt
+from tests.e2e.vllm.checks import assert_same_answer, make_prompt, needs_windows
 from tests.e2e.vllm.conftest import BLOCK_TOKENS, CAPACITY
 from tests.e2e.vllm.test_restart import ask, counters, growth
 from tests.e2e.vllm.tiny_model import LAYERS, make_tiny_model
@@ -56,7 +56,7 @@ class Faulty:
             assert time.monotonic() < deadline, "the store didn't come back"
 
 
-@pytest.fixture(scope="module", params=["layerwise", "asynchronous", "windows"])
+@pytest.fixture(scope="module", params=["layerwise", "asynchronous", pytest.param("windows", marks=needs_windows)])
 def faulty(request: pytest.FixtureRequest, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Faulty]:
     directory = tmp_path_factory.mktemp(request.param)
     model, load = tiny_model, request.param

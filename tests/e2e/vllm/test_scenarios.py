@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.e2e.vllm.checks import needs_windows
 from tests.e2e.vllm.scenarios import VARIANTS, Variant, run_seed, start
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
@@ -16,7 +17,7 @@ SEEDS = range(3, 8)
 """Of each variant; among them are such in which loads fail."""
 
 
-@pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)
+@pytest.mark.parametrize("variant", [pytest.param(v, id=v.name, marks=[needs_windows] if v.model else []) for v in VARIANTS])
 def test_answers_are_those_without_a_cache(variant: Variant, tmp_path: Path) -> None:
     engine = start(variant, tmp_path)
     try:

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.vllm.checks import assert_same_answer, make_prompt
+from tests.e2e.vllm.checks import assert_same_answer, make_prompt, needs_windows
 from tests.e2e.vllm.conftest import StartEngine
 from tests.e2e.vllm.test_restart import ask, counters, growth
 from tests.e2e.vllm.tiny_model import LAYERS, make_tiny_model
 from tutti_mooncake.demo.engine_client import EngineProcess
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180), needs_windows]
 
 BLOCK_TOKENS = 32
 WINDOW = 96

@@ -23,7 +23,7 @@ from tests.e2e.vllm.random_models import (
     make_latent_model,
 )
 from tests.e2e.vllm.tiny_model import HEADS, make_tiny_model
-from tutti_mooncake.demo.engine_client import EngineProcess
+from tutti_mooncake.demo.engine_client import EngineFailed, EngineProcess
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
@@ -164,7 +164,12 @@ def test_latent_attention(start_engine: StartEngine, tmp_path: Path) -> None:
     """
     model = make_latent_model(tmp_path / "model")
     # vLLM's compiled rotary embedding turns the wrong rows of the keys of latent attention on CPU: its own answers depend on the chunking.
-    engine = start_engine(model=str(model), block_size=16, store=EVERY_HIT, compilation_config={"custom_ops": ["-rotary_embedding"]})
+    try:
+        engine = start_engine(model=str(model), block_size=16, store=EVERY_HIT, compilation_config={"custom_ops": ["-rotary_embedding"]})
+    except EngineFailed as failure:
+        if "MLA is not supported on CPU" not in str(failure):
+            raise
+        pytest.skip("this vLLM has no latent attention on CPUs")
     check_lengths(engine, 16)
     prompt = make_prompt(8, 100)
     cold, _ = ask_and_count(engine, prompt)

@@ -23,6 +23,7 @@ from tests.e2e.vllm.conftest import BLOCK_TOKENS, CAPACITY, StartEngine
 from tests.e2e.vllm.test_restart import block_hashes as vllm_block_hashes
 from tutti_mooncake import LocalStore, StoreConfig
 from tutti_mooncake.block_hashes import block_hashes
+from tutti_mooncake.connectors.vllm.namespace import hash_seed
 from tutti_mooncake.demo.engine_client import EngineProcess
 from tutti_mooncake.metrics import ENGINE_METRICS
 from tutti_mooncake.store import read_geometry
@@ -172,8 +173,9 @@ def check_removals(engine: EngineProcess, socket: zmq.Socket[bytes], pool: Path,
 
 
 def test_hashes_made_without_vllm_are_vllms() -> None:
-    assert block_hashes(PROMPT, BLOCK_TOKENS, "sha256", "vllm-none-hash") == vllm_block_hashes(PROMPT)
-    assert block_hashes(PROMPT[:10], BLOCK_TOKENS, "sha256", "vllm-none-hash") == []
+    seed = hash_seed("sha256")
+    assert block_hashes(PROMPT, BLOCK_TOKENS, "sha256", seed) == vllm_block_hashes(PROMPT)
+    assert block_hashes(PROMPT[:10], BLOCK_TOKENS, "sha256", seed) == []
 
 
 def test_explain_names_the_pool_of_another_namespace(pool: Path, tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
 """What vLLM logs and exports of the connector: the growth of its counters since the last step, and gauges.
 
-The payload travels from the engine's core to vLLM's front end as plain data: `{"counters": {metric: {label value: growth}}, "gauges":
-{metric: {label value: value}}}`, with the label value "" for metrics without a label of their own.
+The payload travels from the engine's core to vLLM's front end as plain data, `{kind: {metric: {label value: number}}}`, with the label
+value "" for metrics without a label of their own. Its kinds are `counters`, how much each has grown, for the log; `totals`, their values, from
+which Prometheus' counters are made, since vLLM drops the payload of some steps; and `gauges`.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ _COUNTERS: dict[str, dict[str, str]] = {
     "tutti_errors_total": {"": "store_errors"},
 }
 """Metric, label value and field of `Counters`."""
+_EVICTED = "tutti_evicted_blocks_total"
 
 
 class TuttiStats(KVConnectorStats):
@@ -56,8 +58,9 @@ class TuttiStats(KVConnectorStats):
             mine = self.data.setdefault("counters", {}).setdefault(name, {})
             for label, value in values.items():
                 mine[label] = mine.get(label, 0) + value
-        for name, values in other.data.get("gauges", {}).items():
-            self.data.setdefault("gauges", {}).setdefault(name, {}).update(values)
+        for kind in ("totals", "gauges"):
+            for name, values in other.data.get(kind, {}).items():
+                self.data.setdefault(kind, {}).setdefault(name, {}).update(values)
         return self
 
     def reduce(self) -> dict[str, int | float]:
@@ -90,21 +93,20 @@ class StatsReader:
     def __init__(self, counters: Counters) -> None:
         self._counters = counters
         self._last: dict[str, int | float] = {}
-        self._last_evicted = 0
+        self._last_totals: Values = {}
 
     def read(self, gauges: Values, evicted: int) -> TuttiStats | None:
         """The growth, and `gauges`; None when nothing grew."""
         now = self._counters.as_dict()
+        totals: Values = {metric: {label: now[name] for label, name in fields.items()} for metric, fields in _COUNTERS.items()}
+        totals[_EVICTED] = {"": evicted}
+        before, self._last, self._last_totals = self._last_totals, now, totals
         grown: Values = {}
-        for metric, fields in _COUNTERS.items():
-            values = {label: now[name] - self._last.get(name, 0) for label, name in fields.items()}
-            values = {label: value for label, value in values.items() if value}
-            if values:
-                grown[metric] = values
-        if evicted != self._last_evicted:
-            grown["tutti_evicted_blocks_total"] = {"": evicted - self._last_evicted}
-        self._last, self._last_evicted = now, evicted
-        return TuttiStats(data={"counters": grown, "gauges": gauges}) if grown else None
+        for metric, values in totals.items():
+            for label, value in values.items():
+                if growth := value - before.get(metric, {}).get(label, 0):
+                    grown.setdefault(metric, {})[label] = growth
+        return TuttiStats(data={"counters": grown, "totals": totals, "gauges": gauges}) if grown else None
 
     def changed(self) -> bool:
         """Whether a counter has changed since the last `read`: a cheap look at each step."""
@@ -124,18 +126,22 @@ class TuttiPromMetrics(KVConnectorPromMetrics):
         super().__init__(vllm_config, dict(metric_types), labelnames, per_engine_labelvalues)
         kinds = {"counter": metric_types[Counter], "gauge": metric_types[Gauge]}
         self._metrics: dict[str, Any] = {}
+        self._shown: dict[tuple[int, str, str], float] = {}
         for metric in ENGINE_METRICS:
             name = metric.name.removesuffix("_total")  # the library adds it to counters
             self._metrics[metric.name] = kinds[metric.kind](name=name, documentation=metric.help, labelnames=[*labelnames, *metric.labels])
         for engine in per_engine_labelvalues:  # so that each counter is there from the start, at 0
             zeros = {metric: dict.fromkeys(labels, 0) for metric, labels in _COUNTERS.items()}
-            self.observe({"counters": {**zeros, "tutti_evicted_blocks_total": {"": 0}}}, engine)
+            self.observe({"totals": {**zeros, _EVICTED: {"": 0}}}, engine)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Adds one report."""
-        for kind in ("counters", "gauges"):
+        """Takes one report in. Counters grow to its totals."""
+        for kind in ("totals", "gauges"):
             for name, values in transfer_stats_data.get(kind, {}).items():
                 for label, value in values.items():
-                    labels = [*self.per_engine_labelvalues[engine_idx], *([label] if label else [])]
-                    child = self._metrics[name].labels(*labels)
-                    child.inc(value) if kind == "counters" else child.set(value)
+                    child = self._metrics[name].labels(*self.per_engine_labelvalues[engine_idx], *([label] if label else []))
+                    if kind == "gauges":
+                        child.set(value)
+                        continue
+                    child.inc(max(0, value - self._shown.get((engine_idx, name, label), 0)))
+                    self._shown[engine_idx, name, label] = value

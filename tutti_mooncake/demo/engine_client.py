@@ -38,9 +38,10 @@ class EngineFailed(RuntimeError):
 class EngineProcess:
     """One running engine. Not for use from several threads.
 
-    `settings`: keyword arguments of `vllm.LLM`, `model` among them. `devices`, `capacity`: the store's. `log`: file
-    that gets all output of the engine. `store`: more settings of the store and the connector. `connector`: another class and module than
-    ours. `server`: the module that serves the engine. Raises `EngineFailed` when the engine doesn't start.
+    `settings`: keyword arguments of `vllm.LLM`, `model` among them; a `kv_transfer_config` among them takes the place of ours, and `None`
+    there runs without a connector. `devices`, `capacity`: the store's. `log`: file that gets all output of the engine. `store`: more
+    settings of the store and the connector. `connector`: another class and module than ours. `server`: the module that serves the engine.
+    Raises `EngineFailed` when the engine doesn't start.
     """
 
     def __init__(
@@ -61,8 +62,8 @@ class EngineProcess:
             "enforce_eager": True,
             "dtype": "float32",
             "seed": 0,
-            **settings,
             "kv_transfer_config": {**CONNECTOR, **(connector or {}), "kv_connector_extra_config": options},
+            **settings,
         }
         threads = {"OMP_NUM_THREADS": str(min(len(os.sched_getaffinity(0)), 8))}
         with log.open("ab") as output:

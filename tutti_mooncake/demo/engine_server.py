@@ -1,4 +1,4 @@
-"""A vLLM engine with TuttiConnector as a process of its own: one JSON object per line in, one per line out.
+"""A vLLM engine, most often with TuttiConnector, as a process of its own: one JSON object per line in, one per line out.
 
 `python -m tutti_mooncake.demo.engine_server` reads its settings from the first line (keyword arguments of `vllm.LLM`),
 answers `{"ready": ...}`, then serves one command per line until `shutdown` or the end of its input. `engine_client` is
@@ -8,6 +8,7 @@ alike.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
@@ -20,12 +21,14 @@ SETTLE_SECONDS = 60.0
 
 
 class EngineServer:
-    """`llm`: a `vllm.LLM` whose core runs in this process and whose connector is `TuttiConnector`."""
+    """`llm`: a `vllm.LLM` whose core runs in this process. `report` and `metrics` need `TuttiConnector` in it."""
 
     def __init__(self, llm: Any) -> None:
         self._engine = llm.llm_engine
         self._core = self._engine.engine_core.engine_core
         self._next_id = 0
+        self._given: dict[str, int] = {}
+        """Tokens that requests of `timed_steps` have got so far."""
 
     def generate(self, prompts: list[list[int]], max_tokens: int, logprobs: bool = False, **options: Any) -> list[dict[str, Any]]:
         """Answers all prompts (token ids) at once, greedily. `ttft_seconds` counts from the submission of the batch.
@@ -40,11 +43,38 @@ class EngineServer:
         steps = {ids[int(position)]: step for position, step in abort_at_step.items()}
         return self._run(ids, steps)
 
+    def timed_steps(self, steps: int, prompts: list[list[int]], max_tokens: int = 1) -> dict[str, Any]:
+        """Submits `prompts`, which get `max_tokens` tokens whatever they say, and takes `steps` steps. Per step its `seconds`, the first
+        one's from before the submission, and how many `tokens` it gave; `first_tokens`: per prompt seconds until its first one, null if
+        it has none yet; `thread_seconds`: processor time of the engine's thread.
+        """
+        begin, cpu = time.perf_counter(), time.thread_time()
+        first_tokens: dict[str, float | None] = dict.fromkeys(self._add(prompts, max_tokens, False, sampling={"ignore_eos": True}))
+        ends, tokens = [begin], []
+        for _ in range(steps):
+            outputs = self._engine.step()
+            ends.append(time.perf_counter())
+            tokens.append(sum(len(output.outputs[0].token_ids) - self._given.get(output.request_id, 0) for output in outputs))
+            for output in outputs:
+                self._given[output.request_id] = len(output.outputs[0].token_ids)
+                if output.request_id in first_tokens and first_tokens[output.request_id] is None:
+                    first_tokens[output.request_id] = ends[-1] - begin
+                if output.finished:
+                    del self._given[output.request_id]
+        return {
+            "seconds": [end - start for start, end in itertools.pairwise(ends)],
+            "tokens": tokens,
+            "first_tokens": list(first_tokens.values()),
+            "thread_seconds": time.thread_time() - cpu,
+        }
+
     def drain(self) -> None:
         """Returns when every store of every ended request is durable."""
         while self._core.scheduler.has_requests():
             self._engine.step()
-        self._core.scheduler.get_kv_connector().settle_stores(SETTLE_SECONDS)
+        settle = getattr(self._core.scheduler.get_kv_connector(), "settle_stores", None)  # other connectors have none
+        if settle is not None:
+            settle(SETTLE_SECONDS)
 
     def reset_prefix_cache(self) -> bool:
         """Empties vLLM's own cache, not the store."""

@@ -25,8 +25,11 @@ class LinearCost:
 
     def observe(self, amount: float, seconds: float) -> None:
         """One measurement."""
-        for name, value in (("_weight", 1.0), ("_x", amount), ("_y", seconds), ("_xx", amount * amount), ("_xy", amount * seconds)):
-            setattr(self, name, getattr(self, name) * _FADE + value)
+        self._weight = self._weight * _FADE + 1.0
+        self._x = self._x * _FADE + amount
+        self._y = self._y * _FADE + seconds
+        self._xx = self._xx * _FADE + amount * amount
+        self._xy = self._xy * _FADE + amount * seconds
 
     @property
     def known(self) -> bool:

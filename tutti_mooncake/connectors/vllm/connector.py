@@ -81,6 +81,7 @@ class TuttiConnector(KVConnectorBase_V1, SupportsHMA):
         self._store_config, self._engine_config = read_settings(dict(transfer.kv_connector_extra_config))
         self._worker: WorkerHalf | None = None
         self._scheduler: SchedulerHalf | None = None
+        self._layers_wait = False
         if transfer.kv_load_failure_policy != "recompute":
             transfer.kv_load_failure_policy = "recompute"
             logger.info("kv_load_failure_policy is recompute: blocks that can't be loaded are computed")
@@ -164,12 +165,17 @@ class TuttiConnector(KVConnectorBase_V1, SupportsHMA):
         if metadata.preempted:
             self._require_worker().end_stores_of(metadata.preempted)
 
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        self._layers_wait = any(load.layerwise for load in _ours(connector_metadata).loads)
+
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         self._require_worker().start_loads(self._metadata())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Returns when this layer's part of the step's layer-wise loads has ended."""
-        self._require_worker().wait_for_layer(self._metadata(), layer_name)
+        if self._layers_wait:  # asked once for each layer of each step
+            self._require_worker().wait_for_layer(self._metadata(), layer_name)
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: Any) -> None:
         """Nothing to do: blocks are stored whole, by `wait_for_save`."""

@@ -6,7 +6,7 @@ The denominator of a hit rate is `requested_tokens`: every prompt token of every
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 
 @dataclass
@@ -67,4 +67,4 @@ class Counters:
 
     def as_dict(self) -> dict[str, int | float]:
         """A copy by name, for logs and reports."""
-        return asdict(self)
+        return dict(vars(self))

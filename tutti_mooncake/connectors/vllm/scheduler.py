@@ -388,8 +388,8 @@ class SchedulerHalf:
             return
         if replace or not state.block_ids:
             state.block_ids = tuple(list(ids) for ids in new_ids)
-        else:
-            for known, new in zip(state.block_ids, new_ids, strict=False):  # no new ids: ()
+        elif new_ids:
+            for known, new in zip(state.block_ids, new_ids, strict=True):
                 known.extend(new)
         if self._windows and state.next_store < len(state.request.block_hashes):
             # Blocks that a window has left behind are replaced without a word: ask for what is there now.

@@ -1,8 +1,8 @@
 """What vLLM logs and exports of the connector: the growth of its counters since the last step, and gauges.
 
 The payload travels from the engine's core to vLLM's front end as plain data, `{kind: {metric: {label value: number}}}`, with the label
-value "" for metrics without a label of their own. Its kinds are `counters`, how much each has grown, for the log; `totals`, their values, from
-which Prometheus' counters are made, since vLLM drops the payload of some steps; and `gauges`.
+value "" for metrics without a label of their own. Its kinds are `counters`, how much each has grown, for the log; `totals`, their values,
+from which Prometheus' counters are made, since vLLM drops the payload of some steps; and `gauges`.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class StatsReader:
 
     def changed(self) -> bool:
         """Whether a counter has changed since the last `read`: a cheap look at each step."""
-        return self._counters.as_dict() != self._last
+        return vars(self._counters) != self._last
 
 
 class TuttiPromMetrics(KVConnectorPromMetrics):

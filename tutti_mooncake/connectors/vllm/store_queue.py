@@ -47,6 +47,8 @@ class StoreQueue:
 
         A block counts as full only when vLLM has hashed it, which leaves out guessed tokens that may yet be rejected.
         """
+        if computed_tokens < (state.next_store + 1) * self._block_tokens:
+            return None  # as in most steps
         begin, hashes = state.next_store, state.request.block_hashes
         end = min(computed_tokens // self._block_tokens, len(hashes), min(map(len, state.block_ids), default=0))
         if self._windows:

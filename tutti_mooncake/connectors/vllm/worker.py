@@ -77,6 +77,8 @@ class Outbox:
 
     def take(self) -> list[MoveReport]:
         """All of them, once."""
+        if not self._reports:
+            return []  # one that comes this moment is taken at the next step
         with self._lock:
             reports, self._reports = self._reports, []
             return reports
@@ -153,6 +155,8 @@ class WorkerHalf:
     def finished(self, metadata: TuttiConnectorMetadata) -> tuple[set[str], set[str]]:
         """`(sent, received)`: ended requests whose blocks are free, and requests whose load has ended since the last call."""
         self._finishing.update(metadata.finishing)
+        if not (metadata.idle or self._finishing or self._stores or self._loads or self._layerwise):
+            return set(), set()
         if metadata.idle:
             self.start_stores(metadata)
             self._wait_a_moment()

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -117,3 +120,70 @@ def test_settings_of_the_connector_are_checked() -> None:
     for wrong in ({"load": "always"}, {"breaker_failures": 0}, {"breaker_wait_seconds": 0}):
         with pytest.raises(ConfigError, match=next(iter(wrong))):
             EngineConfig(**wrong)  # type: ignore[arg-type]
+
+
+def test_explain_passes_over_what_is_no_pool(device: str) -> None:
+    os.mkfifo(Path(device) / "pipe.pool")
+    (Path(device) / "folder.pool").mkdir()
+    (Path(device) / "junk.pool").write_bytes(b"junk" * 5000)
+    status, said, _ = tutti("explain", "--devices", device, "--tokens", "-", "--json", given=json.dumps(TOKENS))
+    assert status == 1 and json.loads(said)["resident_blocks"] == 2
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe\x00", b"[" * 100_000, b"[true, false]", b"{}"])
+def test_hostile_token_files_are_refused_in_a_sentence(device: str, tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "tokens").write_bytes(content)
+    status, _, said = tutti("explain", "--devices", device, "--tokens", str(tmp_path / "tokens"))
+    assert status == 1 and "Traceback" not in said and said.startswith("tutti: ")
+
+
+@pytest.mark.parametrize("setting", ["write_budget_bytes_per_day=1000"])
+def test_calibrate_says_when_the_pool_takes_no_block(device: str, setting: str) -> None:
+    status, _, said = tutti("calibrate", "--devices", device, "--set", setting)
+    assert status == 1 and "write_budget_bytes_per_day" in said
+    status, _, said = tutti("calibrate", "--devices", device, "--repeats", "1000000000")
+    assert status == 1 and "1 to 1000" in said
+
+
+class OddServer(BaseHTTPRequestHandler):
+    """Answers each path with what a server shouldn't."""
+
+    def do_GET(self) -> None:
+        self._say(b'{"data": [{"id": "m"}]}')
+
+    def do_POST(self) -> None:
+        prompt = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["prompt"]
+        usage = {"fine": b'{"usage": {"prompt_tokens": 3, "prompt_tokens_details": {"cached_tokens": 2}}}', "null": b'{"usage": null}'}
+        self._say(usage.get(prompt, b"[]"), short=prompt == "short")
+
+    def _say(self, body: bytes, *, short: bool = False) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body) + 10 * short))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *arguments: object) -> None:
+        """Says nothing."""
+
+
+def test_warm_counts_what_went_well_whatever_the_others_did(tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts"
+    lines = ['"fine"', '"null"', '"list"', '"short"', json.dumps({"prompt": "fine", "kv_transfer_params": None}), '"a\u2028b"']
+    prompts.write_text("\n".join(lines))
+    with ThreadingHTTPServer(("127.0.0.1", 0), OddServer) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        status, said, _ = tutti("warm", str(prompts), "--url", f"http://127.0.0.1:{server.server_address[1]}", "--json")
+        server.shutdown()
+    result = json.loads(said)
+    assert (status, result["prompts"], result["failed"]) == (1, 6, 4), "a line ends at a line feed and nowhere else"
+    assert [failure["line"] for failure in result["failures"]] == [2, 3, 4, 6]
+    assert (result["prompt_tokens"], result["cached_tokens"]) == (6, 4)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"), [(b"\xff", "UTF-8"), (b"", "no prompt"), (b"[true]", "line 1"), (b"[" * 100_000, "line 1"), (b"3", "line 1")]
+)
+def test_warm_says_what_is_wrong_with_its_file(tmp_path: Path, content: bytes, message: str) -> None:
+    (tmp_path / "prompts").write_bytes(content)
+    status, _, said = tutti("warm", str(tmp_path / "prompts"), "--url", "http://127.0.0.1:9")
+    assert status == 1 and message in said and "Traceback" not in said

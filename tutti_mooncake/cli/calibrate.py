@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 
 _CALIBRATE = """\
 Measures how long loads of 1 to 64 blocks take, on blocks that it stores for that and removes again, and leaves the result in
-the pool. An engine then knows from its first request which hits are faster to load than to compute; it goes on measuring by
-itself, as it does with the speed of computing, which only an engine can measure. No engine may have the pool open.
+the pool; of a full pool it takes the room of up to 8 blocks, those used least recently. An engine then knows from its first
+request which hits are faster to load than to compute; it goes on measuring by itself, as it does with the speed of
+computing, which only an engine can measure. No engine may have the pool open.
 """
 _MOST_BLOCKS = 64
 _SCRATCH_BYTES = 1 << 30
@@ -43,15 +44,16 @@ def run_calibrate(arguments: argparse.Namespace) -> int:
     from tutti_mooncake.schedule import LOAD_COST, LoadCost
     from tutti_mooncake.store import LocalStore, read_geometry
 
-    if arguments.repeats < 1:
-        raise ConfigError(f"--repeats {arguments.repeats}: give a number of loads")
+    if not 1 <= arguments.repeats <= 1000:
+        raise ConfigError(f"--repeats {arguments.repeats}: give a number of loads from 1 to 1000")
     config = store_config(arguments)
     geometry = read_geometry(config)
     if geometry.tp_size != 1:
         raise ConfigError(f"calibrate measures pools of one rank; this one has {geometry.tp_size}. Its engine measures by itself")
     with LocalStore.open(config, geometry, create=False) as store:
         counts = store.stats()
-        blocks = min(_MOST_BLOCKS, counts["slots"] // 2, max(1, _SCRATCH_BYTES // geometry.payload_bytes_per_block))
+        room = max(counts["free_blocks"], min(8, counts["slots"] // 2))
+        blocks = min(_MOST_BLOCKS, room, max(1, _SCRATCH_BYTES // geometry.payload_bytes_per_block))
         if blocks < 1:
             raise ConfigError(f"the pool has {counts['slots']} slots, too few to measure anything")
         shape = (blocks, geometry.object_bytes)
@@ -83,7 +85,11 @@ def _measure(store: LocalStore, blocks: int, repeats: int) -> LinearCost:
     from tutti_mooncake.schedule import LinearCost
 
     keys = [secrets.token_bytes(32) for _ in range(blocks)]
-    store.store(keys, range(blocks), admit=True).wait().raise_for_status()
+    stored = store.store(keys, range(blocks), admit=True).wait()
+    stored.raise_for_status()
+    if stored.ok_blocks < blocks:
+        store.drop(keys)
+        raise ConfigError(f"the pool took {stored.ok_blocks} of {blocks} blocks to measure with: raise write_budget_bytes_per_day for this")
     cost = LinearCost()
     try:
         sizes = sorted({1, blocks, *(size for size in (2, 4, 8, 16, 32, 64) if size < blocks)})

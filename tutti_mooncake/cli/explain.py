@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 from dataclasses import replace
 from itertools import groupby
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from tutti_mooncake.block_hashes import block_hashes
 from tutti_mooncake.cli.output import print_json, print_section, print_table
+from tutti_mooncake.cli.prompts import is_token_ids, read_text
 from tutti_mooncake.cli.store_arguments import add_store_arguments, store_config
 from tutti_mooncake.errors import ConfigError, TuttiError
 
@@ -49,6 +49,8 @@ def run_explain(arguments: argparse.Namespace) -> int:
     """0 when every full block is there (or the request was found); 1 when one is missing."""
     if sum(value is not None for value in (arguments.prompt, arguments.tokens, arguments.request)) != 1:
         raise ConfigError("explain: give one of PROMPT, --tokens FILE and --request ID")
+    if not arguments.cache_salt.isprintable():
+        raise ConfigError("--cache-salt: give printable text")
     config = store_config(arguments, read_only=True)
     return _explain_request(arguments, config) if arguments.request is not None else _explain_prompt(arguments, config)
 
@@ -117,14 +119,14 @@ def _other_pools(config: StoreConfig, geometry: Geometry, keys: list[bytes]) -> 
 
     found = {}
     for path in sorted(Path(config.devices[0]).glob("*.pool")):
-        if path.stem == config.pool:
+        if path.stem == config.pool or not path.is_file():
             continue
         try:
             other = replace(config, pool=path.stem)
             theirs = read_geometry(other)
             with LocalStore.open(other, theirs, create=False) as store:
                 blocks = store.lookup(keys)
-        except TuttiError:
+        except (TuttiError, OSError):
             continue  # a pool that can't be read explains nothing
         if blocks:
             found[f"pool {path.stem} ({', '.join(geometry.differences(theirs)) or 'same geometry'})"] = blocks
@@ -177,20 +179,19 @@ def _keys(geometry: Geometry, tokens: list[int], cache_salt: str, *, tagged_salt
 
 def _tokens(arguments: argparse.Namespace) -> list[int]:
     if arguments.tokens is not None:
-        text = sys.stdin.read() if arguments.tokens == "-" else Path(arguments.tokens).read_text(encoding="utf-8")
         try:
-            tokens = json.loads(text)
-        except ValueError as error:
+            tokens = json.loads(read_text(arguments.tokens))
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"--tokens {arguments.tokens}: {error}; give a JSON array of token ids") from None
-        if not isinstance(tokens, list) or not all(isinstance(token, int) and token >= 0 for token in tokens):
+        if not is_token_ids(tokens):
             raise ConfigError(f"--tokens {arguments.tokens}: give a JSON array of token ids")
-        return tokens
+        return list(tokens)
     if arguments.tokenizer is None:
         raise ConfigError("explain PROMPT needs --tokenizer MODEL, the directory or name of the engine's model")
     try:
         from transformers import AutoTokenizer
     except ImportError:
         raise ConfigError("a text needs the library transformers (pip install transformers); or give the ids by --tokens") from None
-    text = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
+    text = read_text("-") if arguments.prompt == "-" else arguments.prompt
     tokenizer = AutoTokenizer.from_pretrained(arguments.tokenizer)
     return [int(token) for token in tokenizer(text)["input_ids"]]

@@ -9,10 +9,10 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tutti_mooncake.cli.output import Progress, print_json, print_section
+from tutti_mooncake.cli.prompts import is_token_ids, read_text
 from tutti_mooncake.cli.store_arguments import add_json_argument
 from tutti_mooncake.errors import ConfigError
 
@@ -55,7 +55,7 @@ def run_warm(arguments: argparse.Namespace) -> int:
             try:
                 prompt, hit = future.result()
                 tokens, cached = tokens + prompt, cached + hit
-            except (OSError, ValueError, KeyError) as error:
+            except Exception as error:  # whatever one prompt or answer does, the others count
                 failures.append({"line": running[future], "error": _said(error)})
             done += 1
             progress(done, len(requests))
@@ -78,23 +78,21 @@ def run_warm(arguments: argparse.Namespace) -> int:
 
 def read_prompts(path: str) -> list[tuple[int, dict[str, Any]]]:
     """`(line number, body of a request)` of each prompt; empty lines are left out. Raises ConfigError."""
-    try:
-        text = sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}") from error
     found = []
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(read_text(path).split("\n"), 1):
         if not line.strip():
             continue
         try:
             value = json.loads(line)
         except ValueError:
-            value = line
+            value = line.rstrip("\r")
+        except RecursionError:
+            raise ConfigError(f"{path}, line {number}: nested too deeply") from None
         if isinstance(value, dict):
             if ("prompt" in value) == ("messages" in value):
                 raise ConfigError(f"{path}, line {number}: an object needs either `prompt` or `messages`")
             found.append((number, value))
-        elif isinstance(value, str) or (isinstance(value, list) and value and all(isinstance(token, int) for token in value)):
+        elif isinstance(value, str) or (value and is_token_ids(value)):
             found.append((number, {"prompt": value}))
         else:
             raise ConfigError(f"{path}, line {number}: should be text, an array of token ids or an object, not {type(value).__name__}")
@@ -115,14 +113,14 @@ class _Server:
         """What the server calls its first model. Raises ConfigError when nobody answers there."""
         try:
             return str(self._ask("/v1/models", None)["data"][0]["id"])
-        except (OSError, ValueError, KeyError, IndexError) as error:
+        except Exception as error:  # whoever answers there may answer anything
             raise ConfigError(f"{self._url} doesn't answer as a server with the OpenAI API: {_said(error)}; give its --url") from error
 
     def warm(self, model: str, request: dict[str, Any]) -> tuple[int, int]:
         """Computes a prompt. Returns its tokens, and how many of them the server had."""
         path = "/v1/chat/completions" if "messages" in request else "/v1/completions"
         body = {"model": model, "temperature": 0, **request, "max_tokens": 1, "stream": False}
-        body["kv_transfer_params"] = {**request.get("kv_transfer_params", {}), "tutti_admit": True}
+        body["kv_transfer_params"] = {**(request.get("kv_transfer_params") or {}), "tutti_admit": True}
         usage = self._ask(path, body)["usage"]
         return int(usage["prompt_tokens"]), int((usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
 

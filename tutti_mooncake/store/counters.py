@@ -51,7 +51,7 @@ class Publisher:
         self._failed = False
 
     def tick(self, *, now: bool = False) -> None:
-        """Publishes when it is time to, or `now`. A failure is logged once and costs nothing else."""
+        """Publishes when it is time to, or `now`. A failure, of whatever kind, is logged once and costs nothing else."""
         if not now and time.monotonic() < self._next:
             return
         self._next = time.monotonic() + _PUBLISH_SECONDS
@@ -61,7 +61,7 @@ class Publisher:
         self._written = values
         try:
             self._write(values)
-        except OSError as error:
+        except Exception as error:
             if not self._failed:
                 logger.warning("the counters can't be left on the pool: %s", error)
             self._failed = True

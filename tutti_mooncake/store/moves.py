@@ -10,6 +10,7 @@ reported as OK only after its checksums are on the device.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -19,8 +20,9 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from tutti_mooncake.errors import Status, TensorError
+from tutti_mooncake.errors import Status
 
+logger = logging.getLogger(__name__)
 Words = npt.NDArray[np.uint32]
 Bytes = npt.NDArray[np.uint8]
 
@@ -134,12 +136,13 @@ class RankedPlan:
             return result
 
     def take(self, report: MoveReport) -> bool:
-        """Takes a rank's report; whether it was the last one."""
-        if len(report.statuses) != len(self.move.slots) or not 0 <= report.rank < self._ranks:
-            raise TensorError(f"move {self.move.id}: rank {report.rank} reported {len(report.statuses)} blocks of {len(self.move.slots)}")
+        """Takes a rank's report; whether every rank has reported now. A second one of a rank, or one of other blocks, is ignored."""
         with self._changed:
-            self._reports[report.rank] = report
-            self._changed.notify_all()
+            if report.rank not in self._reports and 0 <= report.rank < self._ranks and len(report.statuses) == len(self.move.slots):
+                self._reports[report.rank] = report
+                self._changed.notify_all()
+            else:
+                logger.error("move %d: rank %d reported %d blocks, which is ignored", self.move.id, report.rank, len(report.statuses))
             return len(self._reports) == self._ranks
 
     def abandon(self) -> None:
@@ -190,8 +193,9 @@ class RankedMover:
         """Takes reports; those of unknown moves are ignored."""
         for report in reports:
             with self._lock:
-                self._io[report.rank] = report.io
                 plan = self._running.get(report.move_id)
+                if plan is not None:
+                    self._io[report.rank] = report.io
             if plan is not None and plan.take(report):
                 with self._lock:
                     self._running.pop(report.move_id, None)
@@ -205,10 +209,12 @@ class RankedMover:
         until = time.monotonic() + (grace_seconds if self.reports_by_itself else 0.0)
         with self._lock:
             running = list(self._running.values())
-            self._running.clear()
         for plan in running:
             plan.wait(max(0.0, until - time.monotonic()))
+        for plan in running:
             plan.abandon()
+        with self._lock:
+            self._running.clear()
 
     def stats(self) -> dict[str, int | str]:
         """Counters of the ranks' lanes, summed."""

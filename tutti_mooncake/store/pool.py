@@ -101,6 +101,8 @@ def _remove_pool(config: StoreConfig, successor: Geometry | None) -> list[str]:
             if not device.lock():
                 owner = on_disk.read_state(devices[0].buffered_fd)
                 raise PoolLocked(f"{device.path} is owned by process {owner.get('pid', 'unknown')}; stop it first")
+            if device.used_by_others(""):
+                raise PoolLocked(f"{device.path} is still used by worker processes of an engine; stop them first")
         _check_current(devices)
         if successor is not None:
             _check_fits(config, successor, {device.path: device.size() for device in devices})

@@ -93,12 +93,16 @@ def read_notes(descriptor: int) -> list[RequestNote]:
 def _encode(note: RequestNote, ordinal: int) -> bytes:
     room = _FRAME_BYTES - _HEAD.size - 8
     values = [note.id[-_LONGEST_ID:], *(getattr(note, name) for name in _NAMES[1:])]
-    payload = json.dumps(values, separators=(",", ":"), ensure_ascii=False).encode()
+    payload = _json(values)
     while len(payload) > room and values[0]:  # names of many bytes per character
         values[0] = values[0][len(values[0]) // 2 + 1 :]
-        payload = json.dumps(values, separators=(",", ":"), ensure_ascii=False).encode()
+        payload = _json(values)
     body = (_HEAD.pack(_MAGIC, len(payload), 0, ordinal) + payload).ljust(_FRAME_BYTES - 8, b"\0")
     return body + struct.pack("<Q", checksum(body))
+
+
+def _json(values: list[Any]) -> bytes:
+    return json.dumps(values, separators=(",", ":"), ensure_ascii=False).encode(errors="replace")  # names may hold anything
 
 
 def _frames(descriptor: int) -> Iterator[tuple[int, RequestNote]]:

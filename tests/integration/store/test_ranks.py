@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import TypeVar
@@ -13,6 +15,7 @@ from tests.conftest import Stores
 from tests.pattern import PatternTensors, chain, geometry
 from tutti_mooncake import LocalStore, PoolLocked, RetrieveOperation, Status, StoreOperation, TensorError, _native
 from tutti_mooncake.store.moves import MoveReport, RankedMover, RankedPlan
+from tutti_mooncake.store.pool import remove_pool
 from tutti_mooncake.store.rank_mover import RankMover
 
 BLOCKS = 32
@@ -142,3 +145,44 @@ def test_closed_rank_reports_what_it_cannot_begin(ranks: Ranks) -> None:
     ranks.ranks[1].close()
     statuses = ranks.begin(ranks.store.store(chain(1, 2), range(2))).wait(20).statuses
     assert set(statuses) == {Status.BAD_STATE}
+
+
+def test_close_takes_in_what_ranks_report_meanwhile(stores: Stores) -> None:
+    ranks = Ranks(stores)
+    keys = chain(1, 4)
+    for tensors in ranks.tensors:
+        tensors.write(keys)
+    operation = ranks.store.store(keys, range(4))
+    closing = threading.Thread(target=ranks.store.close)
+    closing.start()
+    while not ranks.store._life.closed:  # the ranks begin only now
+        closing.join(0.001)
+    begin = time.monotonic()
+    ranks.begin(operation)
+    closing.join(20)
+    assert not closing.is_alive() and time.monotonic() - begin < 5
+    assert set(operation.wait(1).statuses) == {Status.OK}
+    ranks.close()
+    ranks = Ranks(stores)
+    assert ranks.store.recovery.recovered_blocks == 4
+    ranks.close()
+
+
+def test_a_second_or_foreign_report_changes_nothing(ranks: Ranks) -> None:
+    operation = ranks.store.store(chain(1, 2), range(2))
+    assert isinstance(operation.plan, RankedPlan)
+    bad, good = (np.full(2, status, dtype=np.uint8) for status in (Status.DEVICE_ERROR, Status.OK))
+    move = operation.plan.move.id
+    ranks.mover.take([MoveReport(move, 0, bad, 0.1, {}), MoveReport(move, 0, good, 0.1, {})])
+    ranks.mover.take(
+        [MoveReport(move, 7, good, 0.1, {"bytes_read": 5}), MoveReport(move, 1, good[:1], 0.1, {}), MoveReport(99, 1, good, 0.1, {})]
+    )
+    assert not operation.done()
+    ranks.mover.take([MoveReport(move, 1, good, 0.1, {})])
+    assert set(operation.wait(20).statuses) == {Status.DEVICE_ERROR}
+
+
+def test_pool_is_not_removed_under_ranks(stores: Stores, ranks: Ranks) -> None:
+    ranks.store.close()
+    with pytest.raises(PoolLocked, match="worker processes"):
+        remove_pool(stores.config())

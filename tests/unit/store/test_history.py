@@ -103,13 +103,13 @@ def test_request_notes_form_a_ring_that_goes_on_after_a_restart(device: int) -> 
     assert len(found) == LOG_FRAMES and found[0] == note(3) and found[-1] == note(LOG_FRAMES + 2)
 
 
-@pytest.mark.parametrize("name", ["x" * 500, "😀" * 200, "plain"])
+@pytest.mark.parametrize("name", ["x" * 500, "😀" * 200, "plain", "\udc80odd"])
 def test_long_request_names_keep_their_end(device: int, name: str) -> None:
     log = RequestLog()
     log.add(RequestNote(name, 1, 10**9, 10**7, 10**7, 10**7, 10**7, 10**7, "an earlier load of the request failed", "f" * 16))
     log.write(device)
     (found,) = read_notes(device)
-    assert found.id and name.endswith(found.id) and found.missing == "f" * 16
+    assert found.id and name.replace("\udc80", "?").endswith(found.id) and found.missing == "f" * 16
 
 
 def test_damaged_request_notes_are_left_out(device: int) -> None:

@@ -93,13 +93,13 @@ def deliver(engine_id: str, report: MoveReport) -> bool:
 
 def close_store(engine_store: EngineStore) -> None:
     """Logs the counters and closes the store."""
-    with _lock:
-        _open.pop(engine_store.engine_id, None)
     logger.info("TuttiConnector counters: %s", engine_store.counters.as_dict())
     try:
-        engine_store.store.close()
+        engine_store.store.close()  # waits for reports, which find it through the registry
     except Exception as error:
         engine_store.report("closing the store", error)
+    with _lock:
+        _open.pop(engine_store.engine_id, None)
 
 
 def open_stores() -> list[EngineStore]:

@@ -69,3 +69,12 @@ def as_block_ids(block_ids: BlockIds, keys: int, blocks: int, groups: int = 1, *
         wrong = int(named.min()) if int(named.min()) < 0 else int(named.max())
         raise TensorError(f"block id {wrong} is outside the registered tensors, which have {blocks} blocks")
     return np.ascontiguousarray(array, dtype=np.uint32)
+
+
+def check_distinct(block_ids: npt.NDArray[np.uint32], blocks: int) -> None:
+    """Raises TensorError when an engine block (of `blocks`) is named twice: two reads into one block would race."""
+    targets = block_ids[block_ids != NO_BLOCK]
+    named = np.zeros(blocks, dtype=np.bool_)
+    named[targets] = True
+    if np.count_nonzero(named) != len(targets):
+        raise TensorError("block_ids name the same engine block twice; two reads into one block would race")

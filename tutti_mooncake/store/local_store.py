@@ -24,7 +24,7 @@ from tutti_mooncake.errors import ConfigError, PoolReadOnly, Status, TensorError
 from tutti_mooncake.geometry import Geometry
 from tutti_mooncake.io.device import all_in_memory
 from tutti_mooncake.io.executor import Mover, choose_executor
-from tutti_mooncake.keys import NO_BLOCK, BlockIds, KeyArray, Keys, as_block_ids, as_key_array, salt_mask
+from tutti_mooncake.keys import BlockIds, KeyArray, Keys, as_block_ids, as_key_array, check_distinct, salt_mask
 from tutti_mooncake.store.admission import WriteBudget, make_admission
 from tutti_mooncake.store.committer import Committer
 from tutti_mooncake.store.counters import Counters, Publisher
@@ -35,6 +35,7 @@ from tutti_mooncake.store.listing import NO_SLOT, list_blocks
 from tutti_mooncake.store.moves import MoverLike
 from tutti_mooncake.store.operations import Operation, RetrieveOperation, StoreOperation
 from tutti_mooncake.store.pool import Pool, Progress
+from tutti_mooncake.store.rank_mover import mover_of
 from tutti_mooncake.store.recovery import recover
 from tutti_mooncake.store.reports import BlockInfo, Pin, RecoveryReport, VerifyReport
 from tutti_mooncake.store.request_log import RequestLog
@@ -74,17 +75,7 @@ class LocalStore:
         self._clock = clock
         self._mask = salt_mask(config.tenant_salt)
         self.executor, self.executor_reason = choose_executor(config.executor, in_memory=all_in_memory(pool.devices))
-        self._mover: MoverLike = mover or Mover(
-            pool.layout,
-            pool.devices,
-            kind=self.executor,
-            lanes=config.lanes,
-            queue_depth=config.queue_depth,
-            register_buffers=config.register_buffers,
-            slot_table=pool.slot_table,
-            first_sum=pool.first_sum,
-            faults=faults,
-        )
+        self._mover: MoverLike = mover or mover_of(pool, config, self.executor, faults)
         self._admission = make_admission(config.admission)
         state = pool.read_state()
         self.memory: dict[str, Any] = dict(state.get("memory", {}))
@@ -233,11 +224,7 @@ class LocalStore:
         blocks = as_block_ids(block_ids, len(array), self._blocks(), self._mover.groups, holes=True)
         deadline = self.config.read_deadline_seconds if deadline_seconds is None else deadline_seconds
         check_seconds("deadline_seconds", deadline)
-        targets = blocks[blocks != NO_BLOCK]
-        named = np.zeros(self._mover.blocks, dtype=np.bool_)
-        named[targets] = True
-        if np.count_nonzero(named) != len(targets):
-            raise TensorError("block_ids name the same engine block twice; two reads into one block would race")
+        check_distinct(blocks, self._mover.blocks)
         with self._lock:
             self._life.check_open()
             statuses, slots, generations, rots = self._table.resolve(array, self._now())
@@ -407,8 +394,7 @@ class LocalStore:
         refused = np.flatnonzero((resident != Status.OK) & ~flags & (not whatever))
         admitted = int(refused[0]) if len(refused) else len(keys)
         granted = self._budget.take(self._slot_payload(), admitted, self._clock())
-        if granted < admitted:
-            self._counters.add(store_over_budget_blocks=admitted - granted)
+        self._counters.add(store_over_budget_blocks=admitted - granted)
         return granted
 
     def _reserve(

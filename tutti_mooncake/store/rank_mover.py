@@ -28,6 +28,21 @@ _BUSY_SECONDS = 0.002
 _STOP_GRACE_SECONDS = 10.0
 
 
+def mover_of(pool: Pool, config: StoreConfig, executor: str, faults: _native.FaultInjector | None) -> Mover:
+    """Lanes of this process for an open pool's rank."""
+    return Mover(
+        pool.layout,
+        pool.devices,
+        kind=executor,
+        lanes=config.lanes,
+        queue_depth=config.queue_depth,
+        register_buffers=config.register_buffers,
+        slot_table=pool.slot_table,
+        first_sum=pool.first_sum,
+        faults=faults,
+    )
+
+
 class RankMover:
     """Thread-safe. `deliver(report)` is called once per move, by a thread of its own or by `poll()`."""
 
@@ -58,17 +73,7 @@ class RankMover:
         self._pool = Pool.open(config, geometry, rank=rank, user=user, owner=False)
         try:
             self.executor, self.executor_reason = choose_executor(config.executor, in_memory=all_in_memory(self._pool.devices))
-            self._mover = Mover(
-                self._pool.layout,
-                self._pool.devices,
-                kind=self.executor,
-                lanes=config.lanes,
-                queue_depth=config.queue_depth,
-                register_buffers=config.register_buffers,
-                slot_table=self._pool.slot_table,
-                first_sum=self._pool.first_sum,
-                faults=faults,
-            )
+            self._mover = mover_of(self._pool, config, self.executor, faults)
             self._mover.register(tensors, geometry, groups)
         except BaseException:
             self._pool.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from vllm.v1.outputs import KVConnectorOutput
 
+from tests.clock import Clock
 from tests.e2e.vllm.fake_store import FakeStore, accounting, end, engine_store, policy
 from tests.e2e.vllm.test_scheduler import T, chain, output, received, request, scheduler, stored
 from tutti_mooncake import Status
@@ -13,16 +14,6 @@ from tutti_mooncake.connectors.vllm.metadata import TuttiWorkerMetadata
 from tutti_mooncake.connectors.vllm.policy import Decision, LoadPolicy
 from tutti_mooncake.connectors.vllm.scheduler import SchedulerHalf
 from tutti_mooncake.schedule import BreakerState, LoadCost
-
-
-class Clock:
-    """Seconds that pass when told to."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture

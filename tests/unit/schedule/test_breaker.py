@@ -4,17 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from tests.clock import Clock
 from tutti_mooncake.schedule import Breaker, BreakerState
-
-
-class Clock:
-    """Seconds that pass when told to."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture

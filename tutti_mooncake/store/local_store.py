@@ -9,6 +9,7 @@ slot's own record of the same generation; operations never raise for I/O errors,
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -409,7 +410,7 @@ class LocalStore:
             missing = len(chain) - self._table.counts()["free"]
             if missing > 0:
                 self._evict(min(max(missing, _EVICT_BATCH), max(missing, self._table.slots // 16)))
-            expiry = int(now + self.config.ttl_seconds) if self.config.ttl_seconds else 0
+            expiry = now + math.ceil(self.config.ttl_seconds) if self.config.ttl_seconds else 0
             reservations, removed = self._table.reserve(chain, parent, expiry, now)
             self._retirement.retire(removed, Removal.EXPIRED)
         finally:

@@ -196,3 +196,14 @@ def test_entries_show_what_is_there(stores: Stores) -> None:
 def test_config_round_trip(stores: Stores) -> None:
     config = stores.config(ttl_seconds=5)
     assert StoreConfig.from_mapping(config.as_dict(), {}) == config
+
+
+def test_expiry_below_a_second_is_a_second(stores: Stores) -> None:
+    now = [1000.0]
+    store, tensors = stores.open(ttl_seconds=0.5, clock=lambda: now[0])
+    keys = chain(1, 2)
+    tensors.write(keys)
+    store.store(keys, [0, 1]).wait(20).raise_for_status()
+    assert store.lookup(keys) == 2
+    now[0] += 1.0
+    assert store.lookup(keys) == 0

@@ -66,8 +66,8 @@ def _explain_prompt(arguments: argparse.Namespace, config: StoreConfig) -> int:
             resident = store.lookup(keys)
             if not resident and arguments.cache_salt:
                 older = _keys(geometry, tokens, arguments.cache_salt, tagged_salt=False)
-                if store.lookup(older):
-                    keys, resident = older, store.lookup(older)
+                if found := store.lookup(older):
+                    keys, resident = older, found
         states = ["resident"] * resident + _why_missing(store, config, geometry, keys, resident)
     result = {
         "tokens": len(tokens),

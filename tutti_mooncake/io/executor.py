@@ -159,9 +159,13 @@ class Mover:
         self._executor.stop(grace_seconds)
         self._tensors = []
 
-    def stats(self) -> dict[str, int | str]:
+    def counters(self) -> dict[str, int]:
         """Counters of the lanes."""
-        return {**self._executor.stats(), "buffer_note": self._executor.buffer_note}
+        return dict(self._executor.stats())
+
+    def stats(self) -> dict[str, int | str]:
+        """The counters, and why the lanes run without registered buffers, if they do."""
+        return {**self.counters(), "buffer_note": self._executor.buffer_note}
 
 
 def _check_tensor(index: int, tensor: torch.Tensor, geometry: Geometry) -> None:

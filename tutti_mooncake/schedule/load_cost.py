@@ -13,7 +13,8 @@ from typing import Any
 LOAD_COST = "load_cost"
 """Under which name a store remembers it."""
 _FADE = 0.98
-_LEAST_WEIGHT = 3.0
+_LEAST_WEIGHT = 2.7
+"""Of three measurements, of which the older ones have faded a little."""
 _PROBE_EVERY = 16
 
 
@@ -34,7 +35,7 @@ class LinearCost:
     @property
     def known(self) -> bool:
         """Whether there are enough measurements."""
-        return self._weight >= _LEAST_WEIGHT * 0.9
+        return self._weight >= _LEAST_WEIGHT
 
     @property
     def each(self) -> float:

@@ -7,7 +7,6 @@ the last 31,488 of them; what is older, or damaged, is as if it had never been s
 from __future__ import annotations
 
 import enum
-import logging
 import os
 import threading
 from collections.abc import Callable
@@ -18,7 +17,6 @@ import numpy.typing as npt
 from tutti_mooncake.keys import KeyArray
 from tutti_mooncake.store.format import FRAME_BYTES
 
-logger = logging.getLogger(__name__)
 HISTORY_OFFSET = 5 * FRAME_BYTES
 HISTORY_ENTRIES = ((512 << 10) - HISTORY_OFFSET) // 16
 _ENTRY = np.dtype([("key", "<u8"), ("time", "<u4"), ("check", "<u4")])  # check: 24 bits, and the reason in the lowest byte
@@ -76,8 +74,8 @@ class History:
         new["time"] = int(self._clock())
         new["check"] = _check(new["key"], new["time"], int(reason))
         with self._lock:
-            first = min(len(new), HISTORY_ENTRIES - self._next % HISTORY_ENTRIES)
-            begin = self._next % HISTORY_ENTRIES
+            begin = self._next
+            first = min(len(new), HISTORY_ENTRIES - begin)
             self._entries[begin : begin + first] = new[:first]
             self._entries[: len(new) - first] = new[first:]
             self._unwritten += [(begin, first), (0, len(new) - first)]

@@ -376,8 +376,12 @@ class LocalStore:
 
     def _published(self) -> dict[str, int]:
         """Everything that was counted, for other processes."""
-        lanes = {name: n for name, n in self._mover.stats().items() if isinstance(n, int)}
-        return {**self._counters.values(), **lanes, "removed_blocks": self.history.total, "noted_requests": self.requests.total}
+        return {
+            **self._counters.values(),
+            **self._mover.counters(),
+            "removed_blocks": self.history.total,
+            "noted_requests": self.requests.total,
+        }
 
     def _leave_on_pool(self, counters: dict[str, int]) -> None:
         descriptor = self._pool.devices[0].buffered_fd

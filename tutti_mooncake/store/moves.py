@@ -80,6 +80,7 @@ class MoverLike(Protocol):
     def submit(self, *, write: bool, slots: Words, generations: Words, rots: Bytes, blocks: Words, deadline_seconds: float) -> PlanLike: ...
     def seal(self, plan: Any) -> Bytes: ...
     def stop(self, grace_seconds: float) -> None: ...
+    def counters(self) -> dict[str, int]: ...
     def stats(self) -> dict[str, int | str]: ...
 
 
@@ -89,7 +90,6 @@ class RankedPlan:
     def __init__(self, move: Move, ranks: int, layers: int) -> None:
         self.move = move
         self.layers = layers
-        self.cancelled = False
         self._ranks = ranks
         self._reports: dict[int, MoveReport] = {}
         self._changed = threading.Condition()
@@ -122,8 +122,7 @@ class RankedPlan:
         return self.wait(seconds)
 
     def cancel(self) -> None:
-        """Remembered for those who hand moves on; ranks that run already end by themselves."""
-        self.cancelled = True
+        """Changes nothing here: each rank cancels its own plan."""
 
     def statuses(self) -> Bytes:
         """Per block the first rank's status that isn't OK; CANCELLED where a rank never answered."""
@@ -216,11 +215,15 @@ class RankedMover:
         with self._lock:
             self._running.clear()
 
-    def stats(self) -> dict[str, int | str]:
+    def counters(self) -> dict[str, int]:
         """Counters of the ranks' lanes, summed."""
         with self._lock:
             names = {name for io in self._io.values() for name in io}
             return {name: sum(io.get(name, 0) for io in self._io.values()) for name in sorted(names)}
+
+    def stats(self) -> dict[str, int | str]:
+        """The counters: ranks have nothing else to say here."""
+        return {**self.counters()}
 
 
 Deliver = Callable[[MoveReport], None]

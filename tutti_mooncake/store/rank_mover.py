@@ -78,7 +78,6 @@ class RankMover:
         except BaseException:
             self._pool.close()
             raise
-        self.blocks = self._mover.blocks
         self._thread = threading.Thread(target=self._run, name=f"tutti-moves-{rank}", daemon=True)
         self._thread.start()
         track(self)
@@ -121,10 +120,6 @@ class RankMover:
             for move, plan in over:
                 self._report(move, self._mover.seal(plan) if move.write else plan.statuses(), plan.seconds)
 
-    def stats(self) -> dict[str, int | str]:
-        """Counters of the rank's lanes."""
-        return self._mover.stats()
-
     def close(self) -> None:
         """Lets running moves end (at most 10 s), reports them and closes the pool. Any number of times."""
         with self._lock:
@@ -144,8 +139,7 @@ class RankMover:
         self._pool.close()
 
     def _report(self, move: Move, statuses: np.ndarray[tuple[int], np.dtype[np.uint8]], seconds: float) -> None:
-        io = {name: value for name, value in self._mover.stats().items() if isinstance(value, int)}
-        self._deliver(MoveReport(move.id, self.rank, statuses, seconds, io))
+        self._deliver(MoveReport(move.id, self.rank, statuses, seconds, self._mover.counters()))
 
     def _run(self) -> None:
         while not self._stopping:

@@ -6,7 +6,6 @@ A frame (docs/format.md): magic, ordinal, JSON padded with zeros, checksum. Fram
 from __future__ import annotations
 
 import json
-import logging
 import os
 import struct
 import threading
@@ -17,7 +16,6 @@ from typing import Any
 
 from tutti_mooncake.store.format import HEADER_BYTES, checksum
 
-logger = logging.getLogger(__name__)
 LOG_OFFSET = 512 << 10
 LOG_FRAMES = (HEADER_BYTES - LOG_OFFSET) // 256
 _HEAD = struct.Struct("<4sHHQ")  # magic, length, unused, ordinal

@@ -63,8 +63,8 @@ def hit_source() -> Any:
 class TuttiConnector(KVConnectorBase_V1, SupportsHMA):
     """Keeps vLLM's KV blocks on NVMe. Works for engines whose ranks are on one machine.
 
-    `kv_connector_extra_config` is a `StoreConfig` as a mapping. Raises `ConfigError` and what `LocalStore.open` raises
-    while the engine starts; afterwards no failure of the store reaches vLLM, each is counted and treated as a miss.
+    `kv_connector_extra_config` is a `StoreConfig` and an `EngineConfig` as one mapping. Raises `ConfigError` and what `LocalStore.open`
+    raises while the engine starts; afterwards no failure of the store reaches vLLM, each is counted and treated as a miss.
     """
 
     _cache_hit_source = hit_source()

@@ -16,8 +16,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from vllm.logger import init_logger
-
 from tutti_mooncake import Result, RetrieveOperation, Status
 from tutti_mooncake.connectors.vllm.accounting import Accounting, Finding
 from tutti_mooncake.connectors.vllm.events import Events
@@ -39,8 +37,6 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from tutti_mooncake import Pin
-
-logger = init_logger(f"vllm.{__name__}")
 
 PIN_LEASE_SECONDS = 300.0
 """Longer than any load; it only matters when an engine forgets a pin."""
@@ -325,18 +321,11 @@ class SchedulerHalf:
         self._counters.loads_layerwise += load.layerwise
         result = None if load.operation is None else self._result(load.operation, "loading blocks")
         statuses = [Status.BAD_STATE] * len(load.block_ids) if result is None else [Status(status) for status in result.statuses]
-        if result is not None:
-            self._counters.blocks_loaded += result.ok_blocks
-            self._counters.bytes_loaded += result.bytes
-            self._counters.load_seconds += result.seconds
-        self._accounting.load_ended(
-            load.request,
-            0.0 if result is None else result.seconds,
-            len(load.block_ids),
-            statuses.count(Status.OK),
-            0 if result is None else result.bytes,
-            layerwise=load.layerwise,
-        )
+        ok_blocks, moved_bytes, seconds = (0, 0, 0.0) if result is None else (result.ok_blocks, result.bytes, result.seconds)
+        self._counters.blocks_loaded += ok_blocks
+        self._counters.bytes_loaded += moved_bytes
+        self._counters.load_seconds += seconds
+        self._accounting.load_ended(load.request, seconds, len(load.block_ids), ok_blocks, moved_bytes, layerwise=load.layerwise)
         if load.cancelled:
             self._counters.loads_cancelled += 1
             if load.counts_as_hit:
@@ -347,9 +336,7 @@ class SchedulerHalf:
             for i, (block_id, status) in enumerate(zip(load.block_ids, statuses, strict=True))
             if status != Status.OK or block_id in invalid
         ]
-        self._policy.load_ended(
-            len(load.block_ids), 0.0 if result is None else result.seconds, failed=any(status in TIER_FAILURES for status in statuses)
-        )
+        self._policy.load_ended(len(load.block_ids), seconds, failed=any(status in TIER_FAILURES for status in statuses))
         state = self._states.get(request_id)
         if failed:
             self._counters.loads_failed += 1
@@ -357,7 +344,7 @@ class SchedulerHalf:
                 state.load_failed = True
                 state.next_store = min(state.next_store, load.begin + failed[0])
             if load.layerwise and self._stores.block_pool is not None and state is not None:
-                # What was computed behind a block that didn't arrive may be right for nobody, and is computed again.
+                # What was computed behind a block that didn't arrive may be wrong, and is computed again.
                 behind = state.block_ids[0][load.begin + failed[0] :] if state.block_ids else []
                 self._stores.block_pool.evict_blocks({*load.block_ids[failed[0] :], *behind})
         else:

@@ -93,6 +93,7 @@ class WorkerHalf:
     def __init__(self, mover: RankMover, layers: Mapping[str, int], outbox: Outbox, *, by_request: bool = False) -> None:
         self._mover = mover
         self._layers = dict(layers)
+        self._layer_count = len(set(layers.values()))  # several names may show one layer's memory
         self._outbox = outbox
         self._loads: dict[str, RunningLoad] = {}
         self._layerwise: list[RunningLoad] = []
@@ -226,7 +227,7 @@ class WorkerHalf:
         if not self._layerwise:
             return False
         before = len(self._load_errors)
-        complete = len(self._waited) == len(set(self._layers.values()))
+        complete = len(self._waited) == self._layer_count
         for load in self._layerwise:
             if load.plan is not None:
                 _wait_until_over(load.plan)
@@ -236,7 +237,7 @@ class WorkerHalf:
             logger.error(
                 "the model waited for %d of %d layers of a load; its blocks are computed again, and loads are asynchronous from now on",
                 len(self._waited),
-                len(set(self._layers.values())),
+                self._layer_count,
             )
         self._layerwise, self._waited = [], set()
         self._mover.poll()

@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 
-from tests.pattern import PatternTensors, geometry
+from tests.pattern import PatternTensors, device_of, geometry
 from tutti_mooncake import Geometry, LocalStore, StoreConfig, _native
 
+EXECUTORS = ["uring", "posix", "gio-threads", *([] if _native.probe_cuda() else ["uring-gpu"])]
 
-@pytest.fixture(params=["uring", "posix"])
+
+@pytest.fixture(params=EXECUTORS)
 def executor(request: pytest.FixtureRequest) -> str:
     """Each executor in turn; one that this machine refuses is skipped with the machine's reason."""
     if request.param == "uring" and (refusal := _native.probe_uring()):
@@ -45,9 +47,10 @@ class Stores:
     ) -> tuple[LocalStore, PatternTensors]:
         """A store with registered pattern tensors."""
         seams = {} if clock is None else {"clock": clock}
-        store = LocalStore.open(self.config(**settings), shape or geometry(), faults=faults, **seams)
+        config = self.config(**settings)
+        store = LocalStore.open(config, shape or geometry(), faults=faults, **seams)
         self._open.callback(store.close)
-        tensors = PatternTensors(store.geometry, blocks, align_offset)
+        tensors = PatternTensors(store.geometry, blocks, align_offset, device=device_of(config.executor))
         store.register(tensors.tensors)
         return store, tensors
 

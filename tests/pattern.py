@@ -28,6 +28,11 @@ def geometry(**changes: object) -> Geometry:
     return Geometry(**{**values, **changes})  # type: ignore[arg-type]
 
 
+def device_of(executor: str) -> str:
+    """Where an executor's tensors are, as torch names it."""
+    return "cuda" if executor == "uring-gpu" else "cpu"
+
+
 def chain(name: object, blocks: int, shared: Sequence[bytes] = ()) -> list[bytes]:
     """`blocks` chained keys that begin with `shared`."""
     keys = list(shared[:blocks])
@@ -40,12 +45,12 @@ def chain(name: object, blocks: int, shared: Sequence[bytes] = ()) -> list[bytes
 class PatternTensors:
     """KV tensors of one rank with `blocks` engine blocks; `align_offset` bytes off a 4 KiB boundary."""
 
-    def __init__(self, geometry: Geometry, blocks: int, align_offset: int = 0, rank: int = 0) -> None:
+    def __init__(self, geometry: Geometry, blocks: int, align_offset: int = 0, rank: int = 0, device: str = "cpu") -> None:
         self.geometry = geometry
         self.rank = rank
         self.blocks = blocks
         size = geometry.objects_per_block * blocks * geometry.object_bytes
-        self._memory = torch.zeros(size + 8192, dtype=torch.uint8)
+        self._memory = torch.zeros(size + 8192, dtype=torch.uint8, device=device)
         start = -self._memory.data_ptr() % 4096 + align_offset
         shape = (geometry.objects_per_block, blocks, geometry.object_bytes)
         self._view = self._memory[start : start + size].view(shape)
@@ -54,7 +59,7 @@ class PatternTensors:
     def _pattern(self, key: bytes) -> torch.Tensor:
         seed = int.from_bytes(hashlib.sha256(b"pattern%d" % self.rank + key).digest()[:8], "little")
         shape = (self.geometry.objects_per_block, self.geometry.object_bytes)
-        return torch.from_numpy(np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8))
+        return torch.from_numpy(np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)).to(self._memory.device)
 
     def write(self, keys: Iterable[bytes], first: int = 0) -> None:
         """Fills engine blocks first, first+1, ... with the keys' patterns."""

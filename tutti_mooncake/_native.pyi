@@ -195,13 +195,11 @@ class Plan:
     def layers(self) -> int: ...
 
 class Executor:
-    """Lanes that move bytes between devices and host tensors."""
-
-    def __init__(self, layout: Layout, devices: Sequence[tuple[int, int, int]], kind: str, lanes: int, queue_depth: int, register_buffers: bool, table: SlotTable, faults: FaultInjector | None) -> None: ...
+    """Moves bytes between devices and the engine's tensors."""
 
     def start(self, bases: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)], strides: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)], blocks: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)], groups: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> None: ...
 
-    def submit(self, write: bool, slots: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)], generations: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)], rots: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu', writable=False)], blocks: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)], deadline_seconds: float) -> Plan: ...
+    def submit(self, write: bool, slots: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)], generations: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)], rots: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu', writable=False)], blocks: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)], deadline_seconds: float, stream: int = 18446744073709551615) -> Plan: ...
 
     def stop(self, grace_seconds: float) -> None: ...
 
@@ -209,9 +207,28 @@ class Executor:
     def started(self) -> bool: ...
 
     @property
-    def buffer_note(self) -> str: ...
+    def note(self) -> str: ...
 
     def stats(self) -> dict: ...
+
+class LaneExecutor(Executor):
+    """Threads that move bytes of host tensors."""
+
+    def __init__(self, layout: Layout, devices: Sequence[tuple[int, int, int]], kind: str, lanes: int, queue_depth: int, register_buffers: bool, table: SlotTable, faults: FaultInjector | None) -> None: ...
+
+class GioExecutor(Executor):
+    """The I/O kernel, on a GPU or on threads."""
+
+    def __init__(self, layout: Layout, devices: Sequence[tuple[int, int, int]], gpu: int, stream: int, uring: bool, threads: int, queue_depth: int, pinned_bytes: int, blocks: int, issuers: int, movers: int, iocbs: int, table: SlotTable, faults: FaultInjector | None) -> None:
+        """
+        gpu: its index, or -1 = threads. stream: CUstream of the I/O domain, 0 = one of its own. blocks: thread blocks of the I/O kernel, each with issuers + movers warps. iocbs: depth of the ring.
+        """
+
+    @property
+    def pinned_bytes(self) -> int: ...
+
+def probe_cuda() -> str:
+    """Empty when a CUDA device can be used, else why not."""
 
 def raw_transfer(fds: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], offsets: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)], addresses: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)], bytes: int, write: bool, threads: int, depth: int, memory: Sequence[tuple[int, int]]) -> tuple[float, float]:
     """

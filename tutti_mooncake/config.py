@@ -27,7 +27,7 @@ _UNITS = {
 }
 _CHOICES = {
     "durability": ("none", "data", "flush"),
-    "executor": ("auto", "uring", "posix"),
+    "executor": ("auto", "uring", "posix", "uring-gpu", "gio-threads"),
     "admission": ("all", "second_touch"),
     "load": ("auto", "layerwise", "asynchronous"),
     "load_threshold": ("measured", "none"),
@@ -61,9 +61,11 @@ class StoreConfig:
     pool                        name of the pool inside the directories; one pool holds one namespace
     capacity                    physical bytes of the pool over all devices and ranks, metadata included; never exceeded
     durability                  none = no waiting; data = survives the process; flush = survives power loss
-    executor                    auto, uring or posix
+    executor                    auto; for host memory uring or posix; for GPU memory uring-gpu (gio-threads: its form for tests)
     lanes                       I/O threads; 0 = by cores
     queue_depth                 operations in flight per lane
+    pinned_bytes                most host memory that the rings and slots of uring-gpu may pin, per GPU
+    io_blocks                   thread blocks of the I/O kernel, one per multiprocessor
     register_buffers            pin the KV tensors for io_uring once instead of at each operation
     admission                   all = store what is offered; second_touch = only what is offered again
     write_budget_bytes_per_day  0 = no limit; beyond it stores are rejected
@@ -83,6 +85,8 @@ class StoreConfig:
     executor: str = "auto"
     lanes: int = 0
     queue_depth: int = 32
+    pinned_bytes: int | str = "256MiB"
+    io_blocks: int = 8
     register_buffers: bool = True
     admission: str = "all"
     write_budget_bytes_per_day: int | str = 0
@@ -105,7 +109,7 @@ class StoreConfig:
             raise ConfigError(f"devices: the same device twice in {list(self.devices)}")
         if len(self.devices) > 64:
             raise ConfigError(f"devices: at most 64, not {len(self.devices)}")
-        for name in ("capacity", "write_budget_bytes_per_day"):
+        for name in ("capacity", "write_budget_bytes_per_day", "pinned_bytes"):
             size = parse_bytes(getattr(self, name), name)
             if size < 0:
                 raise ConfigError(f"{name}: {size} is negative")
@@ -117,6 +121,8 @@ class StoreConfig:
             raise ConfigError(f"queue_depth: {self.queue_depth} is not between 1 and 1024")
         if not 0 <= self.lanes <= 64:
             raise ConfigError(f"lanes: {self.lanes} is not between 0 and 64")
+        if not 1 <= self.io_blocks <= 1024:
+            raise ConfigError(f"io_blocks: {self.io_blocks} is not between 1 and 1024")
         if self.ttl_seconds > _LONGEST_TTL_SECONDS:
             raise ConfigError(f"ttl_seconds: {self.ttl_seconds} is more than ten years; 0 = never")
         check_seconds("ttl_seconds", self.ttl_seconds)

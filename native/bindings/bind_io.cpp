@@ -6,7 +6,8 @@
 #include <cmath>
 
 #include "arrays.h"
-#include "tutti/executor.h"
+#include "tutti/gio/gio_executor.h"
+#include "tutti/lane_executor.h"
 #include "tutti/raw_transfer.h"
 
 namespace tutti::bindings {
@@ -22,14 +23,15 @@ Clock::time_point after(double seconds) {
 }
 
 std::shared_ptr<Plan> submit(Executor& executor, bool write, const In<uint32_t>& slots, const In<uint32_t>& generations,
-                             const In<uint8_t>& rots, const In<uint32_t>& blocks, double deadline_seconds) {
+                             const In<uint8_t>& rots, const In<uint32_t>& blocks, double deadline_seconds,
+                             uint64_t stream) {
   const size_t n = slots.shape(0);
   if (generations.shape(0) != n || rots.shape(0) != n) {
     throw nb::value_error("slots, generations and rots must have one entry per block");
   }
   const nb::gil_scoped_release release;
   return executor.submit(write ? Direction::Write : Direction::Read, to_vector(slots), to_vector(generations),
-                         to_vector(rots), to_vector(blocks), after(deadline_seconds));
+                         to_vector(rots), to_vector(blocks), after(deadline_seconds), stream);
 }
 
 nb::dict stats(const Executor& executor) {
@@ -60,6 +62,20 @@ std::tuple<double, double> raw(const In<int32_t>& fds, const In<uint64_t>& offse
   const nb::gil_scoped_release release;
   const RawSeconds seconds = raw_transfer(ranges, bytes, write, threads, depth, registered);
   return {seconds.wall, seconds.processor};
+}
+
+using gio::GioExecutor;
+using gio::GioOptions;
+
+// (descriptor, memory alignment, offset alignment) of each device.
+using Devices = std::vector<std::tuple<int, uint32_t, uint32_t>>;
+
+std::vector<DeviceFile> files_of(const Devices& devices) {
+  std::vector<DeviceFile> files;
+  for (const auto& [fd, memory, offset] : devices) {
+    files.push_back({fd, memory, offset});
+  }
+  return files;
 }
 
 void check_layer(const Plan& plan, uint32_t layer) {
@@ -157,27 +173,7 @@ void bind_io(nb::module_& module) {
       .def_prop_ro("blocks", &Plan::blocks)
       .def_prop_ro("layers", [](const Plan& plan) { return plan.objects / plan.kv_factor; });
 
-  nb::class_<Executor>(module, "Executor", "Lanes that move bytes between devices and host tensors.")
-      .def(
-          "__init__",
-          [](Executor* self, const Layout& layout, const std::vector<std::tuple<int, uint32_t, uint32_t>>& devices,
-             const std::string& kind, uint32_t lanes, uint32_t queue_depth, bool register_buffers,
-             const SlotTable* table, FaultInjector* faults) {
-            std::vector<DeviceFile> files;
-            for (const auto& [fd, memory, offset] : devices) {
-              files.push_back({fd, memory, offset});
-            }
-            ExecutorOptions options;
-            options.kind = kind == "posix" ? ExecutorKind::Posix : ExecutorKind::Uring;
-            options.lanes = lanes;
-            options.queue_depth = queue_depth;
-            options.iocbs = std::max<uint32_t>(16, 4 * lanes);
-            options.register_buffers = register_buffers && options.kind == ExecutorKind::Uring;
-            new (self) Executor(layout, std::move(files), options, table, faults);
-          },
-          nb::arg("layout"), nb::arg("devices"), nb::arg("kind"), nb::arg("lanes"), nb::arg("queue_depth"),
-          nb::arg("register_buffers"), nb::arg("table"), nb::arg("faults").none(), nb::keep_alive<1, 8>(),
-          nb::keep_alive<1, 9>())
+  nb::class_<Executor>(module, "Executor", "Moves bytes between devices and the engine's tensors.")
       .def(
           "start",
           [](Executor& executor, const In<uint64_t>& bases, const In<uint64_t>& strides, const In<uint64_t>& blocks,
@@ -191,7 +187,7 @@ void bind_io(nb::module_& module) {
           },
           nb::arg("bases"), nb::arg("strides"), nb::arg("blocks"), nb::arg("groups"))
       .def("submit", &submit, nb::arg("write"), nb::arg("slots"), nb::arg("generations"), nb::arg("rots"),
-           nb::arg("blocks"), nb::arg("deadline_seconds"))
+           nb::arg("blocks"), nb::arg("deadline_seconds"), nb::arg("stream") = Executor::kNoStream)
       .def(
           "stop",
           [](Executor& executor, double grace_seconds) {
@@ -200,8 +196,55 @@ void bind_io(nb::module_& module) {
           },
           nb::arg("grace_seconds"))
       .def_prop_ro("started", &Executor::started)
-      .def_prop_ro("buffer_note", &Executor::buffer_note)
+      .def_prop_ro("note", nb::overload_cast<>(&Executor::note, nb::const_))
       .def("stats", &stats);
+
+  nb::class_<LaneExecutor, Executor>(module, "LaneExecutor", "Threads that move bytes of host tensors.")
+      .def(
+          "__init__",
+          [](LaneExecutor* self, const Layout& layout, const Devices& devices, const std::string& kind, uint32_t lanes,
+             uint32_t queue_depth, bool register_buffers, const SlotTable* table, FaultInjector* faults) {
+            LaneOptions options;
+            options.kind = kind == "posix" ? ExecutorKind::Posix : ExecutorKind::Uring;
+            options.lanes = lanes;
+            options.queue_depth = queue_depth;
+            options.iocbs = std::max<uint32_t>(16, 4 * lanes);
+            options.register_buffers = register_buffers && options.kind == ExecutorKind::Uring;
+            new (self) LaneExecutor(layout, files_of(devices), options, table, faults);
+          },
+          nb::arg("layout"), nb::arg("devices"), nb::arg("kind"), nb::arg("lanes"), nb::arg("queue_depth"),
+          nb::arg("register_buffers"), nb::arg("table"), nb::arg("faults").none(), nb::keep_alive<1, 8>(),
+          nb::keep_alive<1, 9>());
+
+  nb::class_<GioExecutor, Executor>(module, "GioExecutor", "The I/O kernel, on a GPU or on threads.")
+      .def(
+          "__init__",
+          [](GioExecutor* self, const Layout& layout, const Devices& devices, int gpu, uint64_t stream, bool uring,
+             uint32_t threads, uint32_t queue_depth, uint64_t pinned_bytes, uint32_t blocks, uint32_t issuers,
+             uint32_t movers, uint32_t iocbs, const SlotTable* table, FaultInjector* faults) {
+            GioOptions options;
+            options.cuda = gpu >= 0;
+            options.device = gpu;
+            options.stream = stream;
+            options.uring = uring;
+            options.threads = threads;
+            options.depth = queue_depth;
+            options.pinned_bytes = pinned_bytes;
+            options.queue.blocks = blocks;
+            options.queue.issuers_per_block = issuers;
+            options.queue.movers_per_block = movers;
+            options.queue.depth = iocbs;
+            new (self) GioExecutor(layout, files_of(devices), options, table, faults);
+          },
+          nb::arg("layout"), nb::arg("devices"), nb::arg("gpu"), nb::arg("stream"), nb::arg("uring"),
+          nb::arg("threads"), nb::arg("queue_depth"), nb::arg("pinned_bytes"), nb::arg("blocks"), nb::arg("issuers"),
+          nb::arg("movers"), nb::arg("iocbs"), nb::arg("table"), nb::arg("faults").none(), nb::keep_alive<1, 14>(),
+          nb::keep_alive<1, 15>(),
+          "gpu: its index, or -1 = threads. stream: CUstream of the I/O domain, 0 = one of its own. blocks: thread "
+          "blocks of the I/O kernel, each with issuers + movers warps. iocbs: depth of the ring.")
+      .def_prop_ro("pinned_bytes", &GioExecutor::pinned_bytes);
+  module.def("probe_cuda", &gio::probe_cuda, nb::call_guard<nb::gil_scoped_release>(),
+             "Empty when a CUDA device can be used, else why not.");
 
   module.def("raw_transfer", &raw, nb::arg("fds"), nb::arg("offsets"), nb::arg("addresses"), nb::arg("bytes"),
              nb::arg("write"), nb::arg("threads"), nb::arg("depth"), nb::arg("memory"),

@@ -3,7 +3,7 @@
 
 #include "arrays.h"
 #include "tutti/checksum.h"
-#include "tutti/executor.h"
+#include "tutti/lane_executor.h"
 #include "tutti/status.h"
 
 namespace tutti::bindings {

@@ -130,6 +130,11 @@ uint64_t multilinear64_scalar(const void* data, size_t bytes) noexcept {
   return checksum_with(block_scalar, data, bytes);
 }
 
+uint64_t checksum_block_sum(const void* data, size_t bytes) noexcept {
+  const auto* at = static_cast<const unsigned char*>(data);
+  return bytes == kChecksumBlockBytes ? kVariant.block(at) : partial_block(at, bytes);
+}
+
 const char* checksum_variant() noexcept { return kVariant.name; }
 
 }  // namespace tutti

@@ -1,59 +1,23 @@
 #include "tutti/executor.h"
 
-#include <sys/mman.h>
-
 #include <algorithm>
-#include <cstring>
-#include <exception>
-#include <future>
 #include <stdexcept>
-#include <system_error>
 
 #include "tutti/checksum.h"
 
 namespace tutti {
-namespace {
-
-constexpr uint64_t kLargestRegistration = uint64_t{1} << 30;  // the kernel's limit for one buffer
 
 void flip_bit(unsigned char* data, uint64_t bytes, uint64_t seed) noexcept {
   const uint64_t bit = checksum_mix(seed) % (bytes * 8);
   data[bit / 8] = static_cast<unsigned char>(data[bit / 8] ^ (1U << (bit % 8)));
 }
 
-// Pages that aren't there yet come as huge ones, where the system allows it: a command then has fewer segments, and the
-// checksum fewer TLB misses. A hint, whose failure changes nothing.
-void ask_for_huge_pages(uint64_t first, uint64_t last) noexcept {
-  constexpr uint64_t kHugePage = 2 << 20;
-  const uint64_t from = (first + kHugePage - 1) / kHugePage * kHugePage;
-  const uint64_t to = last / kHugePage * kHugePage;
-  if (from < to) {
-    madvise(reinterpret_cast<void*>(from), to - from, MADV_HUGEPAGE);
-  }
-}
-
-}  // namespace
-
-Executor::Executor(Layout layout, std::vector<DeviceFile> devices, ExecutorOptions options, const SlotTable* table,
-                   FaultInjector* faults)
-    : layout_(std::move(layout)),
-      devices_(std::move(devices)),
-      options_(options),
-      table_(table),
-      faults_(faults),
-      ring_(std::max<uint32_t>(options.iocbs, 2)) {
+Executor::Executor(Layout layout, std::vector<DeviceFile> devices, const SlotTable* table, FaultInjector* faults)
+    : layout_(std::move(layout)), devices_(std::move(devices)), faults_(faults), table_(table) {
   if (devices_.size() != layout_.devices() || layout_.object_bytes % kLbaBytes != 0 ||
       layout_.payload_bytes > layout_.object_bytes) {
     throw std::invalid_argument("executor: devices or object sizes don't fit the layout");
   }
-}
-
-Executor::~Executor() { stop(std::chrono::milliseconds(0)); }
-
-bool Executor::direct_possible(const TensorRegion& region, const DeviceFile& device) const noexcept {
-  const auto aligned = [](uint64_t value, uint64_t to) { return to <= 1 || value % to == 0; };
-  return layout_.payload_bytes == layout_.object_bytes && aligned(layout_.object_bytes, device.offset_align) &&
-         aligned(region.base, device.memory_align) && aligned(region.stride, device.memory_align);
 }
 
 void Executor::start(std::vector<TensorRegion> regions) {
@@ -64,12 +28,19 @@ void Executor::start(std::vector<TensorRegion> regions) {
   for (const auto& region : regions_) {
     groups_ = std::max(groups_, region.group + 1);
   }
-  staged_.assign(static_cast<size_t>(layout_.objects) * devices_.size(), 0);
-  for (uint32_t object = 0; object < layout_.objects; ++object) {
-    for (uint32_t device = 0; device < devices_.size(); ++device) {
-      staged_[object * devices_.size() + device] = direct_possible(regions_[object], devices_[device]) ? 0 : 1;
-    }
+  merge_regions();
+  try {
+    start_workers();
+  } catch (...) {
+    stopping_.store(true, std::memory_order_release);
+    announce();
+    join_workers();
+    throw;
   }
+  started_.store(true, std::memory_order_release);
+}
+
+void Executor::merge_regions() {
   std::vector<std::pair<uint64_t, uint64_t>> whole;
   for (const auto& region : regions_) {
     if (region.blocks != 0) {
@@ -85,56 +56,17 @@ void Executor::start(std::vector<TensorRegion> regions) {
       merged.push_back(range);
     }
   }
+  const uint64_t longest = largest_range();
   for (const auto& [first, last] : merged) {
-    ask_for_huge_pages(first, last);
-    for (uint64_t at = first; options_.register_buffers && at < last; at += kLargestRegistration) {
-      ranges_.emplace_back(at, std::min(at + kLargestRegistration, last));
+    for (uint64_t at = first; at < last; at += std::min(longest, last - at)) {
+      ranges_.emplace_back(at, at + std::min(longest, last - at));
     }
-  }
-  std::vector<std::future<void>> started;
-  std::exception_ptr failure;
-  try {
-    for (uint32_t lane = 0; lane < options_.lanes; ++lane) {
-      auto ready = std::make_shared<std::promise<void>>();
-      started.push_back(ready->get_future());
-      lanes_.emplace_back([this, ready] {
-        bool running = false;
-        const auto tell = [&] {
-          running = true;
-          ready->set_value();
-        };
-        try {
-          options_.kind == ExecutorKind::Uring ? run_uring_lane(*this, tell) : run_posix_lane(*this, tell);
-        } catch (...) {
-          if (running) {
-            throw;  // a lane that runs throws nothing: a broken invariant
-          }
-          ready->set_exception(std::current_exception());
-        }
-      });
-    }
-  } catch (const std::system_error&) {  // no more threads
-    started.pop_back();
-    failure = std::current_exception();
-  }
-  for (auto& lane : started) {
-    try {
-      lane.get();
-    } catch (...) {
-      failure = std::current_exception();
-    }
-  }
-  if (failure) {
-    stop(std::chrono::milliseconds(0));
-    std::rethrow_exception(failure);
   }
 }
 
-std::vector<std::pair<uint64_t, uint64_t>> Executor::registered_ranges() const { return ranges_; }
-
 std::shared_ptr<Plan> Executor::submit(Direction direction, std::vector<uint32_t> slots,
                                        std::vector<uint32_t> generations, std::vector<uint8_t> rots,
-                                       std::vector<uint32_t> blocks, Clock::time_point deadline) {
+                                       std::vector<uint32_t> blocks, Clock::time_point deadline, uint64_t stream) {
   if (!started() || stopping()) {
     throw std::runtime_error("executor: not running");
   }
@@ -143,6 +75,7 @@ std::shared_ptr<Plan> Executor::submit(Direction direction, std::vector<uint32_t
   }
   auto plan = std::make_shared<Plan>(direction, layout_, std::move(slots), std::move(generations), std::move(rots),
                                      std::move(blocks), deadline);
+  plan->ticket = stream == kNoStream ? 0 : mark(stream);
   if (plan->blocks() != 0) {
     {
       const std::lock_guard lock(mutex_);
@@ -160,7 +93,7 @@ std::shared_ptr<Plan> Executor::submit(Direction direction, std::vector<uint32_t
 }
 
 void Executor::stop(std::chrono::milliseconds grace) {
-  if (lanes_.empty()) {
+  if (!started()) {
     return;
   }
   std::vector<std::shared_ptr<Plan>> running;
@@ -179,10 +112,8 @@ void Executor::stop(std::chrono::milliseconds grace) {
   }
   stopping_.store(true, std::memory_order_release);
   announce();
-  for (auto& lane : lanes_) {
-    lane.join();
-  }
-  lanes_.clear();
+  join_workers();
+  started_.store(false, std::memory_order_release);
 }
 
 // --- expanding plans into the ring ---
@@ -199,21 +130,22 @@ void Executor::expect(Plan& plan, uint32_t blocks) {
   }
 }
 
-void Executor::fill(Iocb& iocb, const std::shared_ptr<Plan>& plan, uint64_t first, uint32_t count) {
-  iocb.header.direction = plan->direction;
+void Executor::fill(Iocb& iocb, Plan& plan, uint64_t first, uint32_t count) {
+  iocb.header.direction = plan.direction;
   iocb.header.num_ioctx = static_cast<uint16_t>(count);
-  iocb.header.plan = reinterpret_cast<uint64_t>(plan.get());
+  iocb.header.plan = reinterpret_cast<uint64_t>(&plan);
   iocb.header.first_item = first;
   iocb.header.device_mask = 0;
   for (uint32_t i = 0; i < count; ++i) {
-    const Item item = plan->item(first + i);
-    if (plan->direction == Direction::Read) {
-      expect(*plan, item.block + 1);
+    const Item item = plan.item(first + i);
+    if (plan.direction == Direction::Read) {
+      expect(plan, item.block + 1);
     }
-    const Address address = layout_.address(plan->slots[item.block], plan->rots[item.block], item.object);
+    const Address address = layout_.address(plan.slots[item.block], plan.rots[item.block], item.object);
     const TensorRegion& region = regions_[item.object];
-    const uint32_t engine_block = plan->engine_block(region.group, item.block);
-    const uint64_t memory = engine_block == kNoEngineBlock ? 0 : region.base + engine_block * region.stride;
+    const uint32_t engine_block = plan.engine_block(region.group, item.block);
+    const bool nothing = engine_block == kNoEngineBlock || plan.skip(item.block);
+    const uint64_t memory = nothing ? 0 : region.base + engine_block * region.stride;
     uint32_t buffer = kNoBuffer;
     const auto range = std::upper_bound(ranges_.begin(), ranges_.end(), std::make_pair(memory, UINT64_MAX));
     if (range != ranges_.begin() && memory + layout_.payload_bytes <= std::prev(range)->second) {
@@ -234,8 +166,6 @@ void Executor::feed() {
   if (!feeding.owns_lock()) {
     return;
   }
-  while (ring_.reap()) {
-  }
   for (;;) {
     std::shared_ptr<Plan> plan;
     {
@@ -245,22 +175,22 @@ void Executor::feed() {
       }
       plan = waiting_.front();
     }
+    if (!reached(plan->ticket)) {
+      return;
+    }
     if (plan->sums.empty()) {
       plan->sums.assign(plan->items(), 0);
     }
-    // Small enough that the lanes come to the end of each layer at about the same time.
-    const uint64_t share = plan->blocks() / (uint64_t{4} * options_.lanes);
-    const auto batch = static_cast<uint32_t>(std::clamp<uint64_t>(share, 8, 256));
+    const uint32_t batch = std::min(contexts_per_iocb(*plan), kIoctxPerIocb);
     while (plan->next_item < plan->items()) {
-      Iocb* iocb = ring_.get_iocb();
+      Iocb* iocb = obtain();
       if (iocb == nullptr) {
         return;
       }
       const auto count = static_cast<uint32_t>(std::min<uint64_t>(batch, plan->items() - plan->next_item));
-      fill(*iocb, plan, plan->next_item, count);
+      fill(*iocb, *plan, plan->next_item, count);
       plan->next_item += count;
-      ring_.issue(*iocb);
-      announce();
+      issue(*iocb, *plan);
     }
     const std::lock_guard lock(mutex_);
     std::erase(waiting_, plan);
@@ -271,14 +201,6 @@ void Executor::announce() {
   const std::lock_guard lock(mutex_);
   epoch_.fetch_add(1, std::memory_order_acq_rel);
   work_.notify_all();
-}
-
-Iocb* Executor::next_iocb() {
-  if (Iocb* iocb = ring_.take(); iocb != nullptr) {
-    return iocb;
-  }
-  feed();
-  return ring_.take();
 }
 
 void Executor::wait_for_work(uint64_t seen) {
@@ -305,105 +227,27 @@ void Executor::expire_plans() {
   }
 }
 
-void Executor::hang_until_released() {
-  const uint64_t before = faults_->releases();
-  while (faults_->releases() == before && !stopping()) {
-    expire_plans();
-    wait_for_work(epoch());
-  }
-}
-
-void Executor::note_buffers(std::string why) {
+void Executor::note(std::string what) {
   const std::lock_guard lock(mutex_);
-  buffer_note_ = std::move(why);
+  note_ = std::move(what);
 }
 
-std::string Executor::buffer_note() const {
+std::string Executor::note() const {
   const std::lock_guard lock(mutex_);
-  return buffer_note_;
+  return note_;
 }
 
-// --- one object ---
-
-void Executor::end_item(Iocb& iocb, Plan& plan, Item item, uint16_t status_slot, Status status) noexcept {
-  const auto keep = plan.shared_from_this();  // the last item's end lets the others forget the plan
-  ring_.complete(iocb, status_slot, status);
-  plan.object_done(item, status);
-}
-
-bool Executor::begin(Iocb& iocb, uint16_t index, unsigned char* staging, Transfer& transfer) {
-  const Ioctx& context = iocb.contexts[index];
-  auto* plan = reinterpret_cast<Plan*>(iocb.header.plan);
-  const Item item = plan->item(iocb.header.first_item + index);
-  if (plan->skip(item.block)) {
-    end_item(iocb, *plan, item, index, Status::Cancelled);
-    return false;
-  }
-  if (context.descriptor_lo == 0) {  // no engine block: nothing to read
-    end_item(iocb, *plan, item, index, Status::Ok);
-    return false;
-  }
-  transfer = Transfer{};
-  transfer.iocb = &iocb;
-  transfer.item = item;
-  transfer.status_slot = index;
-  transfer.device = context.device;
-  transfer.offset = context.lba * kLbaBytes;
-  transfer.tensor = reinterpret_cast<unsigned char*>(context.descriptor_lo);
-  transfer.buffer = transfer.tensor;
-  transfer.registered = static_cast<uint32_t>(context.descriptor_hi >> 32);
-  if (faults_ != nullptr) {
-    transfer.fault = faults_->decide(plan->direction, transfer.device);
-  }
-  const bool corrupt_write = transfer.fault.kind == FaultKind::Corrupt && plan->direction == Direction::Write;
-  if (staged_[item.object * devices_.size() + transfer.device] != 0 || corrupt_write) {
-    transfer.buffer = staging;
-    transfer.registered = kNoBuffer;
-    stats_.staged_objects.fetch_add(1, std::memory_order_relaxed);
-  }
-  if (plan->direction == Direction::Write) {
-    plan->sum(item) = multilinear64(transfer.tensor, layout_.payload_bytes);
-    if (transfer.buffer != transfer.tensor) {
-      std::memcpy(transfer.buffer, transfer.tensor, layout_.payload_bytes);
-      std::memset(transfer.buffer + layout_.payload_bytes, 0, layout_.object_bytes - layout_.payload_bytes);
-    }
-    if (corrupt_write) {
-      flip_bit(transfer.buffer, layout_.payload_bytes, transfer.fault.seed);
-    }
-  }
-  return true;
-}
-
-void Executor::finish(Transfer& transfer, int64_t result) {
-  auto* plan = reinterpret_cast<Plan*>(transfer.iocb->header.plan);
-  Status status = status_of_result(result, layout_.object_bytes);
-  if (transfer.fault.kind == FaultKind::Error) {
-    status = status_of_result(-transfer.fault.error, layout_.object_bytes);
-  } else if (transfer.fault.kind == FaultKind::Short) {
-    status = Status::ShortIo;
-  }
-  if (plan->direction == Direction::Read && status == Status::Ok) {
-    if (transfer.fault.kind == FaultKind::Corrupt) {
-      flip_bit(transfer.buffer, layout_.payload_bytes, transfer.fault.seed);
-    }
-    // Over the destination's bytes: what the engine will read is what was checked.
-    if (transfer.buffer != transfer.tensor) {
-      std::memcpy(transfer.tensor, transfer.buffer, layout_.payload_bytes);
-    }
-    if (multilinear64(transfer.tensor, layout_.payload_bytes) != plan->sum(transfer.item)) {
-      status = Status::ChecksumError;
-      stats_.checksum_errors.fetch_add(1, std::memory_order_relaxed);
-    }
-  }
+void Executor::count(Direction direction, Status status) noexcept {
   if (status == Status::Ok) {
-    auto& bytes = plan->direction == Direction::Read ? stats_.bytes_read : stats_.bytes_written;
-    auto& objects = plan->direction == Direction::Read ? stats_.objects_read : stats_.objects_written;
+    auto& bytes = direction == Direction::Read ? stats_.bytes_read : stats_.bytes_written;
+    auto& objects = direction == Direction::Read ? stats_.objects_read : stats_.objects_written;
     bytes.fetch_add(layout_.object_bytes, std::memory_order_relaxed);
     objects.fetch_add(1, std::memory_order_relaxed);
-  } else if (status != Status::ChecksumError && status != Status::Cancelled) {
+  } else if (status == Status::ChecksumError) {
+    stats_.checksum_errors.fetch_add(1, std::memory_order_relaxed);
+  } else if (status != Status::Cancelled) {
     stats_.device_errors.fetch_add(1, std::memory_order_relaxed);
   }
-  end_item(*transfer.iocb, *plan, transfer.item, transfer.status_slot, status);
 }
 
 }  // namespace tutti

@@ -5,14 +5,14 @@
 #include <cerrno>
 #include <system_error>
 
-#include "tutti/executor.h"
+#include "tutti/lane_executor.h"
 
 namespace tutti {
 namespace {
 
 constexpr uint32_t kRetries = 64;
 
-int64_t move_once(const Executor& executor, const Executor::Transfer& transfer) noexcept {
+int64_t move_once(const LaneExecutor& executor, const LaneExecutor::Transfer& transfer) noexcept {
   const bool half = transfer.fault.kind == FaultKind::Error || transfer.fault.kind == FaultKind::Short;
   const uint64_t bytes = half ? executor.io_bytes() / 2 / kLbaBytes * kLbaBytes : executor.io_bytes();
   const iovec vector{transfer.buffer, bytes};
@@ -50,10 +50,10 @@ class Staging {
 
 }  // namespace
 
-void run_posix_lane(Executor& executor, const std::function<void()>& ready) {
+void run_posix_lane(LaneExecutor& executor, const std::function<void()>& ready) {
   const Staging staging(executor.io_bytes());
   ready();
-  Executor::Transfer transfer;
+  LaneExecutor::Transfer transfer;
   for (;;) {
     const uint64_t seen = executor.epoch();
     Iocb* iocb = executor.next_iocb();

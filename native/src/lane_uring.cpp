@@ -7,7 +7,7 @@
 #include <cstring>
 #include <system_error>
 
-#include "tutti/executor.h"
+#include "tutti/lane_executor.h"
 #include "tutti/uring.h"
 
 namespace tutti {
@@ -20,7 +20,7 @@ constexpr uint32_t kRetries = 64;
 
 class Lane {
  public:
-  explicit Lane(Executor& executor)
+  explicit Lane(LaneExecutor& executor)
       : executor_(executor),
         depth_(executor.options().queue_depth),
         batch_(static_cast<uint32_t>(std::clamp<uint64_t>(kRunBytes / executor.io_bytes(), 1, kLargestBatch))),
@@ -40,13 +40,12 @@ class Lane {
       files.push_back(device.fd);
     }
     fixed_files_ = ring_.register_files(files) >= 0;
-    const auto ranges = executor.registered_ranges();
-    if (!ranges.empty()) {
-      const int result = ring_.register_buffers(ranges);
+    if (executor.options().register_buffers && !executor.ranges().empty()) {
+      const int result = ring_.register_buffers(executor.ranges());
       fixed_buffers_ = result >= 0;
       if (!fixed_buffers_) {
-        executor.note_buffers(std::string("buffers not registered: ") + std::strerror(-result) +
-                              (result == -ENOMEM ? " (raise the locked-memory limit: ulimit -l)" : ""));
+        executor.note(std::string("buffers not registered: ") + std::strerror(-result) +
+                      (result == -ENOMEM ? " (raise the locked-memory limit: ulimit -l)" : ""));
       }
     }
     for (uint32_t id = depth_; id > 0; --id) {
@@ -111,7 +110,7 @@ class Lane {
         iocb_ = nullptr;
       }
       const uint32_t id = free_.back();
-      Executor::Transfer& transfer = transfers_[id];
+      LaneExecutor::Transfer& transfer = transfers_[id];
       if (executor_.begin(iocb, context, staging_ + id * executor_.io_bytes(), transfer)) {
         free_.pop_back();
         running_[id] = true;
@@ -123,7 +122,7 @@ class Lane {
   }
 
   void issue(uint32_t id) {
-    Executor::Transfer& transfer = transfers_[id];
+    LaneExecutor::Transfer& transfer = transfers_[id];
     if (transfer.fault.kind == FaultKind::Hang) {
       hung_[id] = true;
       hung_since_ = executor_.faults()->releases();
@@ -203,11 +202,11 @@ class Lane {
     }
   }
 
-  Executor& executor_;
+  LaneExecutor& executor_;
   const uint32_t depth_;
   const uint32_t batch_;  // operations prepared before the kernel is told
   Uring ring_;
-  std::vector<Executor::Transfer> transfers_;
+  std::vector<LaneExecutor::Transfer> transfers_;
   std::vector<bool> running_, cancelled_, hung_;
   std::vector<uint32_t> free_;
   uint64_t staging_bytes_;
@@ -223,7 +222,7 @@ class Lane {
 
 }  // namespace
 
-void run_uring_lane(Executor& executor, const std::function<void()>& ready) {
+void run_uring_lane(LaneExecutor& executor, const std::function<void()>& ready) {
   Lane lane(executor);
   ready();
   lane.run();

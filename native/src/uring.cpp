@@ -16,7 +16,7 @@
 #include <string>
 #include <system_error>
 
-#include "tutti/executor.h"
+#include "tutti/lane_executor.h"
 
 namespace tutti {
 namespace {

@@ -1,4 +1,4 @@
-// Both executors on real files: bytes, checksums, faults, deadlines. Run under the sanitizers too.
+// Every executor on real files: bytes, checksums, faults, deadlines. Run under the sanitizers too.
 #include <fcntl.h>
 #include <unistd.h>
 
@@ -9,7 +9,8 @@
 
 #include "check.h"
 #include "tutti/checksum.h"
-#include "tutti/executor.h"
+#include "tutti/gio/gio_executor.h"
+#include "tutti/lane_executor.h"
 
 using namespace tutti;
 using std::chrono::milliseconds;
@@ -31,6 +32,25 @@ int scratch_file(uint64_t size) {
   return fd;
 }
 
+enum class Kind { Uring, Posix, GioUring, GioPosix };
+
+std::unique_ptr<Executor> make(Kind kind, const Layout& layout, std::vector<DeviceFile> files, const SlotTable* table,
+                               FaultInjector* faults) {
+  if (kind == Kind::Uring || kind == Kind::Posix) {
+    const auto lanes = kind == Kind::Uring ? ExecutorKind::Uring : ExecutorKind::Posix;
+    return std::make_unique<LaneExecutor>(layout, std::move(files), LaneOptions{lanes, 2, 8, 2, true}, table, faults);
+  }
+  gio::GioOptions options;
+  options.uring = kind == Kind::GioUring;
+  options.threads = 2;
+  options.queue.depth = 4;
+  options.queue.blocks = 2;
+  options.queue.issuers_per_block = 2;
+  options.queue.movers_per_block = 1;
+  options.queue.lanes = 4;
+  return std::make_unique<gio::GioExecutor>(layout, std::move(files), options, table, faults);
+}
+
 struct Bench {
   std::vector<int> fds{scratch_file(8 << 20), scratch_file(8 << 20)};
   int table_fd = scratch_file(1 << 20);
@@ -38,21 +58,20 @@ struct Bench {
   SlotTable table{buffered, 0, 65536, kSlots, kObjects, 1};
   FaultInjector faults;
   std::vector<unsigned char> memory;
-  Executor executor;
+  std::unique_ptr<Executor> executor;
 
-  explicit Bench(ExecutorKind kind, uint64_t skew)
+  explicit Bench(Kind kind, uint64_t skew)
       : memory(kObjects * kBlocks * kPayload + 4096 + skew),
-        executor(Layout{kObjects, 1, 1, 0, kPayload, kPayload, kSlots, {0, 0}}, files(), {kind, 2, 8, 2, true}, &table,
-                 &faults) {
+        executor(make(kind, Layout{kObjects, 1, 1, 0, kPayload, kPayload, kSlots, {0, 0}}, files(), &table, &faults)) {
     std::vector<TensorRegion> regions;
     for (uint32_t object = 0; object < kObjects; ++object) {
       regions.push_back({reinterpret_cast<uint64_t>(at(object, 0, skew)), kPayload, kBlocks});
     }
     skew_ = skew;
-    executor.start(regions);
+    executor->start(regions);
   }
   ~Bench() {
-    executor.stop(milliseconds(0));
+    executor->stop(milliseconds(0));
     for (const int fd : fds) {
       close(fd);
     }
@@ -104,7 +123,7 @@ struct Bench {
       rots.push_back(static_cast<uint8_t>(i % 2));
       blocks.push_back(first_block + i);
     }
-    return executor.submit(direction, slots, generations, rots, blocks, deadline);
+    return executor->submit(direction, slots, generations, rots, blocks, deadline);
   }
   void store(uint32_t count) {
     auto plan = submit(Direction::Write, count, 0);
@@ -190,7 +209,7 @@ void a_write_that_is_damaged_on_its_way_is_noticed(Bench& bench) {
 }
 
 void a_slot_of_another_generation_is_stale(Bench& bench) {
-  auto plan = bench.executor.submit(Direction::Read, {0, 1}, {1, 2}, {0, 1}, {40, 41}, Clock::time_point::max());
+  auto plan = bench.executor->submit(Direction::Read, {0, 1}, {1, 2}, {0, 1}, {40, 41}, Clock::time_point::max());
   CHECK(plan->wait(Clock::time_point::max()));
   CHECK(plan->block_status(0) == Status::Ok && plan->block_status(1) == Status::Stale);
 }
@@ -198,8 +217,8 @@ void a_slot_of_another_generation_is_stale(Bench& bench) {
 }  // namespace
 
 int main() {
-  for (const ExecutorKind kind : {ExecutorKind::Uring, ExecutorKind::Posix}) {
-    if (kind == ExecutorKind::Uring) {
+  for (const Kind kind : {Kind::Uring, Kind::Posix, Kind::GioUring, Kind::GioPosix}) {
+    if (kind == Kind::Uring || kind == Kind::GioUring) {
       if (const std::string why = probe_uring(); !why.empty()) {
         std::printf("uring not tested: %s\n", why.c_str());
         continue;

@@ -31,7 +31,7 @@ int main() {
     CHECK(ring.complete(*iocb, 0, Status::Ok));
     const auto cqe = ring.reap();
     CHECK(cqe && cqe->iocb == iocb->header.id && cqe->generation == 0 && cqe->status == 0);
-    CHECK(iocb->header.generation.load() == 1);
+    CHECK(iocb->header.generation == 1);
   }
 
   std::vector<std::thread> threads;

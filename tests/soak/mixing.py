@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tests.pattern import PatternTensors, chain, geometry
+from tests.pattern import PatternTensors, chain, device_of, geometry
 from tutti_mooncake import LocalStore, Status, StoreConfig
 
 SESSIONS, BLOCKS, WORKERS = 64, 32, 16
@@ -18,7 +18,7 @@ def mix(root: Path, executor: str, gets: int, seed: int) -> list[str]:
     """Runs until `gets` blocks came back; returns what was wrong. The pool holds about a tenth of the sessions' blocks."""
     config = StoreConfig(devices=(str(root / "a"), str(root / "b")), capacity="8MiB", executor=executor)
     store = LocalStore.open(config, geometry())
-    tensors = PatternTensors(store.geometry, WORKERS * BLOCKS)
+    tensors = PatternTensors(store.geometry, WORKERS * BLOCKS, device=device_of(executor))
     store.register(tensors.tensors)
     prompts = [chain(("session", index), BLOCKS) for index in range(SESSIONS)]
     wrong: list[str] = []

@@ -11,6 +11,7 @@ NAMES = {
     "local": "store and retrieve against raw io_uring on the same files, and against LMCache's local disk",
     "index": "longest-prefix lookup, memory and recovery of an index of 10 M blocks",
     "enqueue": "what one call costs the engine's thread, 80 layers, 64 and 8,192 blocks",
+    "gpu": "store and retrieve between files and GPU memory by the I/O kernel, against raw reads and the PCIe copy",
     "itl": "what the connector costs a real vLLM: time per token with nothing to do, and beside stores; against ExampleConnector",
 }
 

@@ -23,8 +23,7 @@ from tutti_mooncake import _native
 from tutti_mooncake.config import StoreConfig, check_seconds
 from tutti_mooncake.errors import ConfigError, PoolReadOnly, Status, TensorError
 from tutti_mooncake.geometry import Geometry
-from tutti_mooncake.io.device import all_in_memory
-from tutti_mooncake.io.executor import Mover, choose_executor
+from tutti_mooncake.io.executor import Mover
 from tutti_mooncake.keys import BlockIds, KeyArray, Keys, as_block_ids, as_key_array, check_distinct, salt_mask
 from tutti_mooncake.store.admission import WriteBudget, make_admission
 from tutti_mooncake.store.committer import Committer
@@ -75,8 +74,7 @@ class LocalStore:
         self._table = table
         self._clock = clock
         self._mask = salt_mask(config.tenant_salt)
-        self.executor, self.executor_reason = choose_executor(config.executor, in_memory=all_in_memory(pool.devices))
-        self._mover: MoverLike = mover or mover_of(pool, config, self.executor, faults)
+        self._mover: MoverLike = mover or mover_of(pool, config, faults)
         self._admission = make_admission(config.admission)
         state = pool.read_state()
         self.memory: dict[str, Any] = dict(state.get("memory", {}))
@@ -134,6 +132,16 @@ class LocalStore:
         if not isinstance(self._mover, Mover):
             raise TensorError("other processes move this store's bytes; each registers its own tensors")
         self._mover.register(tensors, self.geometry)
+
+    @property
+    def executor(self) -> str:
+        """What moves the bytes: "uring", "posix", "uring-gpu"; as configured before register()."""
+        return self._mover.executor
+
+    @property
+    def executor_reason(self) -> str:
+        """Why it was chosen, for people."""
+        return self._mover.executor_reason
 
     # --- lookups ---
 

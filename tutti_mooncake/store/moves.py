@@ -74,6 +74,8 @@ class MoverLike(Protocol):
 
     blocks: int
     groups: int
+    executor: str
+    executor_reason: str
 
     @property
     def registered(self) -> bool: ...
@@ -161,6 +163,8 @@ class RankedMover:
     def __init__(self, ranks: int, layers: int, blocks: int, groups: int = 1, *, reports_by_itself: bool) -> None:
         self.blocks = blocks
         self.groups = groups
+        self.executor = "ranks"
+        self.executor_reason = "other processes move this store's bytes"
         self.reports_by_itself = reports_by_itself
         self._ranks = ranks
         self._layers = layers

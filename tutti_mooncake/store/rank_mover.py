@@ -13,8 +13,7 @@ from tutti_mooncake import _native
 from tutti_mooncake.config import StoreConfig
 from tutti_mooncake.errors import Status, StoreClosed
 from tutti_mooncake.geometry import Geometry
-from tutti_mooncake.io.device import all_in_memory
-from tutti_mooncake.io.executor import Mover, choose_executor
+from tutti_mooncake.io.executor import ExecutorSettings, Mover
 from tutti_mooncake.store.lifetime import track
 from tutti_mooncake.store.moves import Deliver, Move, MoveReport
 from tutti_mooncake.store.pool import Pool
@@ -28,19 +27,17 @@ _BUSY_SECONDS = 0.002
 _STOP_GRACE_SECONDS = 10.0
 
 
-def mover_of(pool: Pool, config: StoreConfig, executor: str, faults: _native.FaultInjector | None) -> Mover:
-    """Lanes of this process for an open pool's rank."""
-    return Mover(
-        pool.layout,
-        pool.devices,
-        kind=executor,
+def mover_of(pool: Pool, config: StoreConfig, faults: _native.FaultInjector | None) -> Mover:
+    """Executor of this process for an open pool's rank; its threads start when tensors are registered."""
+    settings = ExecutorSettings(
+        executor=config.executor,
         lanes=config.lanes,
         queue_depth=config.queue_depth,
         register_buffers=config.register_buffers,
-        slot_table=pool.slot_table,
-        first_sum=pool.first_sum,
-        faults=faults,
+        pinned_bytes=int(config.pinned_bytes),
+        io_blocks=config.io_blocks,
     )
+    return Mover(pool.layout, pool.devices, settings, slot_table=pool.slot_table, first_sum=pool.first_sum, faults=faults)
 
 
 class RankMover:
@@ -72,9 +69,9 @@ class RankMover:
         self._stopping = False
         self._pool = Pool.open(config, geometry, rank=rank, user=user, owner=False)
         try:
-            self.executor, self.executor_reason = choose_executor(config.executor, in_memory=all_in_memory(self._pool.devices))
-            self._mover = mover_of(self._pool, config, self.executor, faults)
+            self._mover = mover_of(self._pool, config, faults)
             self._mover.register(tensors, geometry, groups)
+            self.executor, self.executor_reason = self._mover.executor, self._mover.executor_reason
         except BaseException:
             self._pool.close()
             raise

@@ -42,7 +42,7 @@ def verify_blocks(
     batch = max(1, min(1024, _SCRATCH_BYTES // (objects * size)))
     scratch = np.zeros(batch * objects * size + _ALIGNMENT, dtype=np.uint8)
     base = -(-scratch.ctypes.data // _ALIGNMENT) * _ALIGNMENT
-    executor = _native.Executor(
+    executor = _native.LaneExecutor(
         pool.layout,
         [(device.direct_fd, device.memory_align, device.offset_align) for device in pool.devices],
         choose_executor("auto", in_memory=all_in_memory(pool.devices))[0],

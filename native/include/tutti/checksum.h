@@ -15,6 +15,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "tutti/host_device.h"
+
 namespace tutti {
 
 inline constexpr uint32_t kChecksumMultilinear64 = 1;
@@ -23,7 +25,7 @@ inline constexpr size_t kChecksumBlockWords = kChecksumBlockBytes / 4;
 inline constexpr uint64_t kChecksumRadix = 0x9E3779B97F4A7C15ULL;
 inline constexpr uint64_t kChecksumLength = 0xD6E8FEB86659FD93ULL;
 
-constexpr uint64_t checksum_mix(uint64_t x) noexcept {
+TUTTI_HD constexpr uint64_t checksum_mix(uint64_t x) noexcept {
   x ^= x >> 32;
   x *= 0xBF58476D1CE4E5B9ULL;
   x ^= x >> 29;
@@ -52,6 +54,9 @@ uint64_t multilinear64(const void* data, size_t bytes) noexcept;
 
 // The same value from plain C++: the reference that the vector versions are tested against.
 uint64_t multilinear64_scalar(const void* data, size_t bytes) noexcept;
+
+// block(0) of at most one block, before radix, length and mix: what a part of an object adds to its checksum.
+uint64_t checksum_block_sum(const void* data, size_t bytes) noexcept;
 
 // "avx512", "avx2", "neon" or "scalar": what multilinear64 uses on this machine.
 const char* checksum_variant() noexcept;

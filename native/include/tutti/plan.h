@@ -97,6 +97,7 @@ class Plan : public std::enable_shared_from_this<Plan> {
   const std::vector<uint8_t> rots;
   const std::vector<uint32_t> engine_blocks;
   const Clock::time_point deadline;
+  uint64_t ticket = 0;         // of Executor::mark: what must be reached before the I/O begins
   std::vector<uint64_t> sums;  // blocks x objects
 
   // Expansion state, owned by the executor's feeding thread.

@@ -21,9 +21,9 @@ struct RawSeconds {
   double processor;  // of the whole process
 };
 
-// Moves all ranges with `threads` rings of `depth`, each taking kRawBatch ranges in turn and submitting them together;
-// returns what that took, ring set-up and pinning of `memory` apart. Throws std::system_error for the first range that
-// fails or comes up short.
+// Moves all ranges with `threads` rings of `depth` (0 = by pread and pwrite instead), each taking kRawBatch ranges in
+// turn and submitting them together; returns what that took, ring set-up and pinning of `memory` apart. Throws
+// std::system_error for the first range that fails or comes up short.
 inline constexpr uint32_t kRawBatch = 8;
 RawSeconds raw_transfer(std::span<const RawRange> ranges, uint64_t bytes, bool write, uint32_t threads, uint32_t depth,
                         const std::vector<std::pair<uint64_t, uint64_t>>& memory);

@@ -1,5 +1,5 @@
-// The pair of rings between those who plan I/O and those who do it (gio_uring, Tutti section "GPU io_uring"), host
-// form.
+// The pair of rings between those who plan I/O and those who do it (gio_uring, Tutti section "GPU io_uring"): what they
+// carry, and the form whose executors are threads. The form that a GPU works at is in gio/.
 //
 // An IOCB is a batch of up to 2,048 IOCTX, each one object's transfer. The planner takes a free IOCB, fills it and
 // issues its id to the submission ring; an executor's lane takes the id, moves the bytes, and posts a CQE. Invariants:
@@ -8,7 +8,6 @@
 // >= depth).
 #pragma once
 
-#include <array>
 #include <atomic>
 #include <cstdint>
 #include <memory>
@@ -16,55 +15,10 @@
 #include <thread>
 #include <vector>
 
+#include "tutti/iocb.h"
 #include "tutti/status.h"
 
 namespace tutti {
-
-inline constexpr uint32_t kIoctxPerIocb = 2048;
-inline constexpr uint32_t kLbaBytes = 512;
-
-enum class Direction : uint8_t { Read = 0, Write = 1 };
-
-struct alignas(32) Ioctx {
-  uint64_t descriptor_lo;  // CPU executors: host address
-  uint64_t descriptor_hi;  // CPU executors: length | registered-buffer index << 32 (kNoBuffer = none)
-  uint64_t lba;            // in units of kLbaBytes on `device`
-  uint32_t blocks_flags;   // device blocks - 1
-  uint16_t device;
-  uint16_t status_slot;  // position inside the IOCB
-};
-static_assert(sizeof(Ioctx) == 32);
-
-inline constexpr uint32_t kNoBuffer = 0xFFFFFFFFU;
-
-struct alignas(128) IocbHeader {
-  uint32_t id = 0;
-  std::atomic<uint32_t> generation{0};
-  Direction direction = Direction::Read;
-  uint8_t reserved0 = 0;
-  uint16_t num_ioctx = 0;
-  uint32_t reserved1 = 0;
-  uint64_t device_mask = 0;
-  uint64_t dependency_event = 0;  // 0 = none; a CUDA event on GPU executors
-  uint64_t plan = 0;              // the plan that the contexts belong to
-  uint64_t first_item = 0;        // index in the plan of context 0
-  std::atomic<uint32_t> done{0};
-  std::atomic<uint32_t> first_error{0};  // status << 16 | status slot
-};
-static_assert(sizeof(IocbHeader) == 128);
-
-struct Iocb {
-  IocbHeader header;
-  std::array<Ioctx, kIoctxPerIocb> contexts;
-};
-
-struct Cqe {
-  uint32_t iocb;
-  uint32_t generation;
-  uint32_t status;  // Status of the first context that failed, else Ok
-  uint32_t contexts;
-};
-static_assert(sizeof(Cqe) == 16);
 
 // Bounded lock-free queue for several producers and consumers (D. Vyukov's design: a sequence number per cell).
 template <typename T>
@@ -159,8 +113,8 @@ class Ring {
 
   // Hands a filled IOCB to the executors.
   void issue(Iocb& iocb) noexcept {
-    iocb.header.done.store(0, std::memory_order_relaxed);
-    iocb.header.first_error.store(0, std::memory_order_relaxed);
+    std::atomic_ref(iocb.header.done).store(0, std::memory_order_relaxed);
+    std::atomic_ref(iocb.header.first_error).store(0, std::memory_order_relaxed);
     submitted_.put(iocb.header.id);
   }
 
@@ -174,14 +128,15 @@ class Ring {
   bool complete(Iocb& iocb, uint16_t status_slot, Status status) noexcept {
     if (status != Status::Ok) {
       uint32_t none = 0;
-      iocb.header.first_error.compare_exchange_strong(none, static_cast<uint32_t>(status) << 16 | status_slot);
+      std::atomic_ref(iocb.header.first_error)
+          .compare_exchange_strong(none, static_cast<uint32_t>(status) << 16 | status_slot);
     }
     const uint32_t count = iocb.header.num_ioctx;
-    if (iocb.header.done.fetch_add(1, std::memory_order_acq_rel) + 1 != count) {
+    if (std::atomic_ref(iocb.header.done).fetch_add(1, std::memory_order_acq_rel) + 1 != count) {
       return false;
     }
-    completed_.put(Cqe{iocb.header.id, iocb.header.generation.load(std::memory_order_relaxed),
-                       iocb.header.first_error.load(std::memory_order_relaxed) >> 16, count});
+    completed_.put(Cqe{iocb.header.id, iocb.header.generation,
+                       std::atomic_ref(iocb.header.first_error).load(std::memory_order_relaxed) >> 16, count});
     return true;
   }
 
@@ -189,7 +144,7 @@ class Ring {
   std::optional<Cqe> reap() noexcept {
     const auto cqe = completed_.pop();
     if (cqe) {
-      iocbs_[cqe->iocb]->header.generation.fetch_add(1, std::memory_order_relaxed);
+      ++iocbs_[cqe->iocb]->header.generation;
       free_.put(cqe->iocb);
     }
     return cqe;

@@ -199,10 +199,10 @@ def test_failing_close_gives_the_lock_back(stores: Stores) -> None:
 
 _AT_EXIT = """
 import os, sys
-from tests.pattern import PatternTensors, chain, geometry
+from tests.pattern import PatternTensors, chain, device_of, geometry
 from tutti_mooncake import LocalStore, StoreConfig
 store = LocalStore.open(StoreConfig(devices=(sys.argv[1],), capacity="32MiB", executor=sys.argv[2]), geometry())
-tensors = PatternTensors(store.geometry, 512)
+tensors = PatternTensors(store.geometry, 512, device=device_of(sys.argv[2]))
 store.register(tensors.tensors)
 operations = [store.store(chain(prompt, 64), range(64)) for prompt in range(16)]
 if len(sys.argv) > 3:  # a child that lives on with what it inherited, after its parent was killed

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tests.conftest import Stores
-from tests.pattern import PatternTensors, chain, geometry
+from tests.pattern import PatternTensors, chain, device_of, geometry
 from tutti_mooncake import LocalStore, PoolLocked, RetrieveOperation, Status, StoreOperation, TensorError, _native
 from tutti_mooncake.store.moves import MoveReport, RankedMover, RankedPlan
 from tutti_mooncake.store.pool import remove_pool
@@ -28,7 +28,7 @@ class Ranks:
 
     def __init__(self, stores: Stores) -> None:
         self.faults = [_native.FaultInjector(), _native.FaultInjector()]
-        self.tensors = [PatternTensors(SHAPE, BLOCKS, rank=rank) for rank in range(2)]
+        self.tensors = [PatternTensors(SHAPE, BLOCKS, rank=rank, device=device_of(stores.executor)) for rank in range(2)]
         self.mover = RankedMover(2, SHAPE.layers, BLOCKS, reports_by_itself=True)
         config = stores.config()
         self.ranks = [

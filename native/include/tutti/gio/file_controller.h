@@ -1,0 +1,56 @@
+// The proxy of uring-gpu: serves the I/O kernel's queue pairs from files, as a drive would from flash. Each thread
+// takes the commands of its share of the pairs and moves their bytes between file and bounce slot, by io_uring or by
+// preadv2/pwritev2. It sees no object, no checksum and no tensor.
+//
+// Invariants: a command's completion is posted after its I/O has ended; after stop() nothing touches the slots.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "tutti/fault.h"
+#include "tutti/nvme/queue_server.h"
+
+namespace tutti::gio {
+
+struct FileControllerOptions {
+  std::vector<int> files;  // by namespace - 1; stay the caller's
+  uint32_t logical_block_bytes = 512;
+  uint32_t threads = 4;
+  bool uring = true;    // else preadv2/pwritev2
+  uint32_t depth = 64;  // operations in flight per thread (uring)
+  uint32_t groups = 1;  // pair i belongs to group i % groups; a thread serves pairs of one, as far as there are threads
+  std::pair<uint64_t, uint64_t> memory{0, 0};  // of the slots, to register
+};
+
+class FileController {
+ public:
+  // `faults` may be null. Starts its threads; throws std::system_error when they can't have what they need.
+  FileController(std::vector<nvme::ServedQueue> queues, FileControllerOptions options, FaultInjector* faults);
+  ~FileController();
+  FileController(const FileController&) = delete;
+  FileController& operator=(const FileController&) = delete;
+
+  // Threads poll the doorbells while there may be commands, and sleep otherwise.
+  void awake(bool on);
+  void stop();
+
+ private:
+  class Lane;
+  bool wait_awake();  // false when stopping
+
+  const std::vector<nvme::ServedQueue> queues_;
+  const FileControllerOptions options_;
+  FaultInjector* faults_;
+  mutable std::mutex mutex_;
+  std::condition_variable changed_;
+  std::atomic<bool> awake_{false};
+  std::atomic<bool> stopping_{false};
+  std::vector<std::thread> threads_;
+};
+
+}  // namespace tutti::gio

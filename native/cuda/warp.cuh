@@ -64,6 +64,7 @@ class CudaWarp {
     return value;
   }
   static __device__ void pause() noexcept { __nanosleep(64); }
+  static __device__ void relax() noexcept {}
 
   // Copies (target != 0) and returns the segment's part of the checksum, in every lane.
   __device__ uint64_t move(uint64_t source, uint64_t target, uint32_t bytes) noexcept {

@@ -1,11 +1,18 @@
 #include "tutti/executor.h"
 
 #include <algorithm>
+#include <array>
+#include <span>
 #include <stdexcept>
 
 #include "tutti/checksum.h"
 
 namespace tutti {
+namespace {
+
+constexpr uint32_t kRecordsAtOnce = 64;
+
+}  // namespace
 
 void flip_bit(unsigned char* data, uint64_t bytes, uint64_t seed) noexcept {
   const uint64_t bit = checksum_mix(seed) % (bytes * 8);
@@ -120,13 +127,24 @@ void Executor::stop(std::chrono::milliseconds grace) {
 
 void Executor::expect(Plan& plan, uint32_t blocks) {
   const uint32_t first = layout_.rank * layout_.objects;
-  for (; plan.expected < blocks && !plan.ended_early(); ++plan.expected) {
+  while (plan.expected < blocks && !plan.ended_early()) {
+    // Slots that were taken together mostly lie together: their records are read at once.
     const uint32_t block = plan.expected;
-    const std::span<uint64_t> out(plan.sums.data() + static_cast<size_t>(block) * layout_.objects, layout_.objects);
-    if (const Status status = table_->read_sums(plan.slots[block], plan.generations[block], first, out);
-        status != Status::Ok) {
-      plan.fail_block(block, status);
+    uint32_t run = 1;
+    while (run < kRecordsAtOnce && block + run < plan.blocks() && plan.slots[block + run] == plan.slots[block] + run) {
+      ++run;
     }
+    std::array<Status, kRecordsAtOnce> statuses{};
+    table_->read_sums(plan.slots[block], std::span(plan.generations).subspan(block, run), first, layout_.objects,
+                      std::span(plan.sums).subspan(static_cast<size_t>(block) * layout_.objects,
+                                                   static_cast<size_t>(run) * layout_.objects),
+                      std::span(statuses).first(run));
+    for (uint32_t i = 0; i < run; ++i) {
+      if (statuses[i] != Status::Ok) {
+        plan.fail_block(block + i, statuses[i]);
+      }
+    }
+    plan.expected += run;
   }
 }
 
@@ -181,8 +199,8 @@ void Executor::feed() {
     if (plan->sums.empty()) {
       plan->sums.assign(plan->items(), 0);
     }
-    const uint32_t batch = std::min(contexts_per_iocb(*plan), kIoctxPerIocb);
     while (plan->next_item < plan->items()) {
+      const uint32_t batch = std::min(contexts_per_iocb(*plan), kIoctxPerIocb);
       Iocb* iocb = obtain();
       if (iocb == nullptr) {
         return;

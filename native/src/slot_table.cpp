@@ -65,28 +65,45 @@ Status SlotTable::write_sums(uint32_t slot, uint32_t first, std::span<const uint
   return write_at(sums.data(), sums.size_bytes(), sums_offset_ + at * sizeof(uint64_t));
 }
 
-Status SlotTable::read_sums(uint32_t slot, uint32_t generation, uint32_t first, std::span<uint64_t> out) const {
-  SlotRecord record;
+Status SlotTable::checked_sums(const SlotRecord& record, uint64_t slot, uint32_t generation, uint32_t first,
+                               std::span<const uint64_t> all, std::span<uint64_t> out) const noexcept {
   ScanCounts counts;
-  if (const Status status = read_record(slot, record); status != Status::Ok) {
-    return status;
-  }
   if (!valid(record, slot, counts)) {
     return counts.bad_check + counts.wrong_slot + counts.foreign_pool != 0 ? Status::ChecksumError : Status::Stale;
   }
   if (record.state != static_cast<uint8_t>(RecordState::Resident) || record.generation != generation) {
     return Status::Stale;
   }
-  std::vector<uint64_t> all(sums_per_slot_);
-  const uint64_t bytes = sums_per_slot_ * sizeof(uint64_t);
-  if (const Status status = read_at(all.data(), bytes, sums_offset_ + slot * bytes); status != Status::Ok) {
-    return status;
-  }
-  if (multilinear64(all.data(), bytes) != record.sums_check) {
+  if (multilinear64(all.data(), all.size_bytes()) != record.sums_check) {
     return Status::ChecksumError;
   }
   std::copy_n(all.begin() + first, out.size(), out.begin());
   return Status::Ok;
+}
+
+void SlotTable::read_sums(uint32_t slot, std::span<const uint32_t> generations, uint32_t first, uint32_t count,
+                          std::span<uint64_t> out, std::span<Status> statuses) const {
+  const size_t slots = generations.size();
+  const uint64_t bytes = sums_per_slot_ * sizeof(uint64_t);
+  std::vector<SlotRecord> records(slots);
+  std::vector<uint64_t> all(slots * sums_per_slot_);
+  Status read = read_at(records.data(), slots * sizeof(SlotRecord), records_offset_ + slot * sizeof(SlotRecord));
+  if (read == Status::Ok) {
+    read = read_at(all.data(), slots * bytes, sums_offset_ + slot * bytes);
+  }
+  if (read != Status::Ok && slots > 1) {  // one that can't be read fails alone
+    for (size_t i = 0; i < slots; ++i) {
+      read_sums(slot + static_cast<uint32_t>(i), generations.subspan(i, 1), first, count, out.subspan(i * count, count),
+                statuses.subspan(i, 1));
+    }
+    return;
+  }
+  for (size_t i = 0; i < slots; ++i) {
+    statuses[i] = read != Status::Ok ? read
+                                     : checked_sums(records[i], slot + i, generations[i], first,
+                                                    std::span(all).subspan(i * sums_per_slot_, sums_per_slot_),
+                                                    out.subspan(i * count, count));
+  }
 }
 
 Status SlotTable::write_record(SlotRecord record) const {

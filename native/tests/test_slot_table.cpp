@@ -10,6 +10,16 @@
 
 using namespace tutti;
 
+namespace {
+
+Status one(const SlotTable& table, uint32_t slot, uint32_t generation, uint32_t first, std::vector<uint64_t>& out) {
+  Status status = Status::BadState;
+  table.read_sums(slot, {&generation, 1}, first, static_cast<uint32_t>(out.size()), out, {&status, 1});
+  return status;
+}
+
+}  // namespace
+
 int main() {
   char path[] = "/tmp/tutti-slot-table-XXXXXX";
   const int fd = mkstemp(path);
@@ -26,9 +36,15 @@ int main() {
   CHECK(table.write_record(record) == Status::Ok);
 
   std::vector<uint64_t> out(2);
-  CHECK(table.read_sums(3, 7, 2, out) == Status::Ok && out[0] == 3 && out[1] == 4);
-  CHECK(table.read_sums(3, 6, 2, out) == Status::Stale);
-  CHECK(table.read_sums(4, 0, 2, out) == Status::Stale);
+  CHECK(one(table, 3, 7, 2, out) == Status::Ok && out[0] == 3 && out[1] == 4);
+  CHECK(one(table, 3, 6, 2, out) == Status::Stale);
+  // Several slots at once: each has its own answer.
+  const std::vector<uint32_t> generations{9, 7, 1};
+  std::vector<uint64_t> several(6);
+  std::vector<Status> statuses(3);
+  table.read_sums(2, generations, 2, 2, several, statuses);
+  CHECK(statuses == (std::vector{Status::Stale, Status::Ok, Status::Stale}) && several[2] == 3 && several[3] == 4);
+  CHECK(one(table, 4, 0, 2, out) == Status::Stale);
 
   const auto flip = [&](uint64_t bit) {
     unsigned char byte = 0;
@@ -39,7 +55,7 @@ int main() {
   const uint64_t record_bit = 8ULL * (4096 + 3 * 128);
   for (uint64_t bit = record_bit; bit < record_bit + 128 * 8; ++bit) {
     flip(bit);
-    CHECK(table.read_sums(3, 7, 2, out) == Status::ChecksumError);
+    CHECK(one(table, 3, 7, 2, out) == Status::ChecksumError);
     uint32_t seen = 0;
     const ScanCounts counts = table.scan([&](const SlotRecord&) { ++seen; });
     CHECK(seen == 0 && counts.bad_check == 1 && counts.never_used == 15);
@@ -48,10 +64,10 @@ int main() {
   const uint64_t sums_bit = 8ULL * (65536 + 3 * kSums * 8);
   for (uint64_t bit = sums_bit; bit < sums_bit + kSums * 64; ++bit) {
     flip(bit);
-    CHECK(table.read_sums(3, 7, 2, out) == Status::ChecksumError);
+    CHECK(one(table, 3, 7, 2, out) == Status::ChecksumError);
     flip(bit);
   }
-  CHECK(table.read_sums(3, 7, 0, out) == Status::Ok && out[0] == 1);
+  CHECK(one(table, 3, 7, 0, out) == Status::Ok && out[0] == 1);
 
   // A record copied to another slot, or from another pool, is not believed.
   SlotRecord copy;

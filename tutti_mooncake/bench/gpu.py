@@ -41,6 +41,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--queue-depth", type=positive, default=32)
     parser.add_argument("--io-blocks", default="8", help="thread blocks of the I/O kernel, with commas between")
     parser.add_argument("--issuers", type=positive, default=executor_module._GPU_ISSUERS)
+    parser.add_argument("--movers", type=positive, default=executor_module._GPU_MOVERS)
     parser.add_argument("--pinned", default="256MiB")
     parser.add_argument("--seed", type=int, default=1)
 
@@ -51,7 +52,7 @@ def run(arguments: argparse.Namespace) -> Report:
     if refusal:
         raise SystemExit(f"bench gpu: {refusal}")
     executor_module._GPU_ISSUERS = arguments.issuers
-    executor_module._GPU_MOVERS = 32 - arguments.issuers
+    executor_module._GPU_MOVERS = arguments.movers
     report = Report("gpu")
     sizes = [int(size) for size in arguments.object_kib.split(",")]
     blocks = [int(number) for number in arguments.io_blocks.split(",")]

@@ -22,8 +22,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 FOREVER = -1.0
-_GPU_ISSUERS = 2  # issuing warps of a thread block of the I/O kernel,
-_GPU_MOVERS = 30  # and warps that move what they have read or are to write
+# Of a thread block of the I/O kernel: issuing warps, and warps that move what was read or is to be written. Measured (docs/gio_uring.md):
+# with more moving warps their own queue on PCIe delays the issuing ones; with fewer they can't fill it.
+_GPU_ISSUERS = 2
+_GPU_MOVERS = 6
 _GPU_IOCBS = 32
 _TORCH_NAMES = {"fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
 

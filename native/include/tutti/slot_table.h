@@ -72,9 +72,11 @@ class SlotTable {
 
   // Writes the checksums of `count` objects of a slot, beginning with object `first` (rank * objects).
   Status write_sums(uint32_t slot, uint32_t first, std::span<const uint64_t> sums) const noexcept;
-  // Reads checksums of a slot: all of them are verified against the record's sums_check, then `first`.. copied to
-  // `out`. Stale when the record isn't resident with this generation.
-  Status read_sums(uint32_t slot, uint32_t generation, uint32_t first, std::span<uint64_t> out) const;
+  // Reads `count` checksums, from `first` on, of each of the slots from `slot` on, one per generation given: all of a
+  // slot's are verified against its record's sums_check before they are copied to `out` (slots x count). Statuses:
+  // Stale when the record isn't resident with that generation.
+  void read_sums(uint32_t slot, std::span<const uint32_t> generations, uint32_t first, uint32_t count,
+                 std::span<uint64_t> out, std::span<Status> statuses) const;
   // Fills in magic, pool, sums_check (from the sums on the device) and check, then writes.
   Status write_record(SlotRecord record) const;
   Status read_record(uint32_t slot, SlotRecord& record) const noexcept;
@@ -93,6 +95,8 @@ class SlotTable {
   [[nodiscard]] bool valid(const SlotRecord& record, uint64_t slot, ScanCounts& counts) const noexcept;
 
  private:
+  Status checked_sums(const SlotRecord& record, uint64_t slot, uint32_t generation, uint32_t first,
+                      std::span<const uint64_t> all, std::span<uint64_t> out) const noexcept;
   Status read_at(void* to, uint64_t bytes, uint64_t offset) const noexcept;
   void will_read(uint64_t offset, uint64_t bytes) const noexcept;
   Status write_at(const void* from, uint64_t bytes, uint64_t offset) const noexcept;

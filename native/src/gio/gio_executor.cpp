@@ -78,9 +78,9 @@ bool GioExecutor::reached(uint64_t ticket) { return ticket == 0 || accelerator_-
 Iocb* GioExecutor::obtain() noexcept { return queue_->get_iocb(); }
 
 uint32_t GioExecutor::contexts_per_iocb(const Plan& plan) const noexcept {
-  // A layer of a long prefix is one IOCB; small plans are still shared by all issuing warps, which take contexts one
-  // by one.
-  return std::clamp<uint32_t>(plan.blocks(), 64, kIoctxPerIocb);
+  // The first ones are small, so that the kernel begins while the rest is prepared; a layer of a long prefix is one.
+  const uint64_t ramp = std::max<uint64_t>(64, plan.next_item);
+  return static_cast<uint32_t>(std::min<uint64_t>({ramp, std::max<uint32_t>(plan.blocks(), 64), kIoctxPerIocb}));
 }
 
 void GioExecutor::issue(Iocb& iocb, Plan& plan) noexcept {

@@ -55,7 +55,8 @@ class HostWarp {
   static uint64_t now() noexcept {
     return static_cast<uint64_t>(std::chrono::steady_clock::now().time_since_epoch().count());
   }
-  static void pause() noexcept { std::this_thread::yield(); }
+  static void pause() noexcept { std::this_thread::sleep_for(std::chrono::microseconds(20)); }
+  static void relax() noexcept { std::this_thread::yield(); }  // while others work for this warp
 
   // Copies (target != 0) and returns the segment's part of the checksum, before mix and length.
   static uint64_t move(uint64_t source, uint64_t target, uint32_t bytes) noexcept {

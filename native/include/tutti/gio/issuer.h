@@ -27,6 +27,7 @@ struct Command {
   uint16_t range = 0;
   uint64_t lba = 0;
   uint64_t memory = 0;
+  uint64_t sum = 0;  // that a read must have
   uint64_t deadline_ns = 0;
 };
 
@@ -55,6 +56,7 @@ class Issuer {
       const uint64_t now = warp_.now();
       if (busy) {
         last_work = now;
+        warp_.relax();
       } else if (now - last_work >= options_.linger_ns) {
         return;
       } else {
@@ -111,7 +113,7 @@ class Issuer {
         sum_of(c) = sum;
         c.stage = Stage::Ready;
       } else {
-        c.status = sum == sum_of(c) ? Status::Ok : Status::ChecksumError;
+        c.status = sum == c.sum ? Status::Ok : Status::ChecksumError;
         c.stage = Stage::Ended;
       }
     });
@@ -234,14 +236,17 @@ class Issuer {
       c.iocb = iocb;
       c.contexts = contexts;
       c.context = static_cast<uint16_t>(first + rank);
+      // All that the command needs from the host in one trip: under load each costs many microseconds.
       const Ioctx context = ring_.iocbs[iocb].contexts[c.context];
+      const uint32_t cancelled = load_relaxed(&header.cancelled);
+      c.sum = sum_of(c);
       c.write = header.direction == Direction::Write;
       c.status = Status::Ok;
       c.memory = context.descriptor_lo;
       c.range = static_cast<uint16_t>(context.descriptor_hi >> 32);
       c.lba = context.lba;
       c.device = context.device;
-      if (load_relaxed(&header.cancelled) != 0) {
+      if (cancelled != 0) {
         c.status = Status::Cancelled;
         c.stage = Stage::Ended;
       } else if (!able_) {  // the last warp, with nothing left that works

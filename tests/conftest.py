@@ -12,7 +12,7 @@ import pytest
 from tests.pattern import PatternTensors, device_of, geometry
 from tutti_mooncake import Geometry, LocalStore, StoreConfig, _native
 
-EXECUTORS = ["uring", "posix", "gio-threads", *([] if _native.probe_cuda() else ["uring-gpu"])]
+EXECUTORS = ["uring", "posix", "gio-threads", "nvme-model", *([] if _native.probe_cuda() else ["uring-gpu"])]
 
 
 @pytest.fixture(params=EXECUTORS)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import torch
 
-from tutti_mooncake import Geometry
+from tutti_mooncake import Geometry, _native
 
 
 def geometry(**changes: object) -> Geometry:
@@ -30,7 +30,7 @@ def geometry(**changes: object) -> Geometry:
 
 def device_of(executor: str) -> str:
     """Where an executor's tensors are, as torch names it."""
-    return "cuda" if executor == "uring-gpu" else "cpu"
+    return "cuda" if executor == "uring-gpu" or (executor == "nvme-model" and not _native.probe_cuda()) else "cpu"
 
 
 def chain(name: object, blocks: int, shared: Sequence[bytes] = ()) -> list[bytes]:

@@ -219,9 +219,9 @@ class LaneExecutor(Executor):
 class GioExecutor(Executor):
     """The I/O kernel, on a GPU or on threads."""
 
-    def __init__(self, layout: Layout, devices: Sequence[tuple[int, int, int]], gpu: int, stream: int, uring: bool, threads: int, queue_depth: int, pinned_bytes: int, blocks: int, issuers: int, movers: int, iocbs: int, table: SlotTable, faults: FaultInjector | None) -> None:
+    def __init__(self, layout: Layout, devices: Sequence[tuple[int, int, int]], gpu: int, stream: int, model: bool, prp: bool, uring: bool, threads: int, queue_depth: int, pinned_bytes: int, blocks: int, issuers: int, movers: int, lanes: int, iocbs: int, table: SlotTable, faults: FaultInjector | None) -> None:
         """
-        gpu: its index, or -1 = threads. stream: CUstream of the I/O domain, 0 = one of its own. blocks: thread blocks of the I/O kernel, each with issuers + movers warps. iocbs: depth of the ring.
+        gpu: its index, or -1 = threads. stream: CUstream of the I/O domain, 0 = one of its own. blocks: thread blocks of the I/O kernel, each with issuers + movers warps. lanes: commands in flight per issuing warp. iocbs: depth of the ring.
         """
 
     @property

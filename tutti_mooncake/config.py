@@ -27,7 +27,8 @@ _UNITS = {
 }
 _CHOICES = {
     "durability": ("none", "data", "flush"),
-    "executor": ("auto", "uring", "posix", "uring-gpu", "gio-threads"),
+    "executor": ("auto", "uring", "posix", "uring-gpu", "gio-threads", "nvme-model"),
+    "nvme_pointers": ("sgl", "prp"),
     "admission": ("all", "second_touch"),
     "load": ("auto", "layerwise", "asynchronous"),
     "load_threshold": ("measured", "none"),
@@ -61,11 +62,12 @@ class StoreConfig:
     pool                        name of the pool inside the directories; one pool holds one namespace
     capacity                    physical bytes of the pool over all devices and ranks, metadata included; never exceeded
     durability                  none = no waiting; data = survives the process; flush = survives power loss
-    executor                    auto; for host memory uring or posix; for GPU memory uring-gpu (gio-threads: its form for tests)
+    executor                    auto; for host memory uring or posix; for GPU memory uring-gpu; for tests gio-threads, nvme-model
     lanes                       I/O threads; 0 = by cores
     queue_depth                 operations in flight per lane
     pinned_bytes                most host memory that the rings and slots of uring-gpu may pin, per GPU
     io_blocks                   thread blocks of the I/O kernel, one per multiprocessor
+    nvme_pointers               how NVMe commands name memory: sgl, or prp, which every drive takes
     register_buffers            pin the KV tensors for io_uring once instead of at each operation
     admission                   all = store what is offered; second_touch = only what is offered again
     write_budget_bytes_per_day  0 = no limit; beyond it stores are rejected
@@ -87,6 +89,7 @@ class StoreConfig:
     queue_depth: int = 32
     pinned_bytes: int | str = "256MiB"
     io_blocks: int = 8
+    nvme_pointers: str = "sgl"
     register_buffers: bool = True
     admission: str = "all"
     write_budget_bytes_per_day: int | str = 0

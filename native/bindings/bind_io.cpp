@@ -219,13 +219,16 @@ void bind_io(nb::module_& module) {
   nb::class_<GioExecutor, Executor>(module, "GioExecutor", "The I/O kernel, on a GPU or on threads.")
       .def(
           "__init__",
-          [](GioExecutor* self, const Layout& layout, const Devices& devices, int gpu, uint64_t stream, bool uring,
-             uint32_t threads, uint32_t queue_depth, uint64_t pinned_bytes, uint32_t blocks, uint32_t issuers,
-             uint32_t movers, uint32_t iocbs, const SlotTable* table, FaultInjector* faults) {
+          [](GioExecutor* self, const Layout& layout, const Devices& devices, int gpu, uint64_t stream, bool model,
+             bool prp, bool uring, uint32_t threads, uint32_t queue_depth, uint64_t pinned_bytes, uint32_t blocks,
+             uint32_t issuers, uint32_t movers, uint32_t lanes, uint32_t iocbs, const SlotTable* table,
+             FaultInjector* faults) {
             GioOptions options;
             options.cuda = gpu >= 0;
             options.device = gpu;
             options.stream = stream;
+            options.model = model;
+            options.pointer = prp ? nvme::DataPointer::Prp : nvme::DataPointer::Sgl;
             options.uring = uring;
             options.threads = threads;
             options.depth = queue_depth;
@@ -233,15 +236,17 @@ void bind_io(nb::module_& module) {
             options.queue.blocks = blocks;
             options.queue.issuers_per_block = issuers;
             options.queue.movers_per_block = movers;
+            options.queue.lanes = lanes;
             options.queue.depth = iocbs;
             new (self) GioExecutor(layout, files_of(devices), options, table, faults);
           },
-          nb::arg("layout"), nb::arg("devices"), nb::arg("gpu"), nb::arg("stream"), nb::arg("uring"),
-          nb::arg("threads"), nb::arg("queue_depth"), nb::arg("pinned_bytes"), nb::arg("blocks"), nb::arg("issuers"),
-          nb::arg("movers"), nb::arg("iocbs"), nb::arg("table"), nb::arg("faults").none(), nb::keep_alive<1, 14>(),
-          nb::keep_alive<1, 15>(),
+          nb::arg("layout"), nb::arg("devices"), nb::arg("gpu"), nb::arg("stream"), nb::arg("model"), nb::arg("prp"),
+          nb::arg("uring"), nb::arg("threads"), nb::arg("queue_depth"), nb::arg("pinned_bytes"), nb::arg("blocks"),
+          nb::arg("issuers"), nb::arg("movers"), nb::arg("lanes"), nb::arg("iocbs"), nb::arg("table"),
+          nb::arg("faults").none(), nb::keep_alive<1, 17>(), nb::keep_alive<1, 18>(),
           "gpu: its index, or -1 = threads. stream: CUstream of the I/O domain, 0 = one of its own. blocks: thread "
-          "blocks of the I/O kernel, each with issuers + movers warps. iocbs: depth of the ring.")
+          "blocks of the I/O kernel, each with issuers + movers warps. lanes: commands in flight per issuing warp. "
+          "iocbs: depth of the ring.")
       .def_prop_ro("pinned_bytes", &GioExecutor::pinned_bytes);
   module.def("probe_cuda", &gio::probe_cuda, nb::call_guard<nb::gil_scoped_release>(),
              "Empty when a CUDA device can be used, else why not.");

@@ -11,6 +11,7 @@
 #include <thread>
 #include <vector>
 
+#include "copy_engine.cuh"
 #include "tutti/gio/accelerator.h"
 #include "tutti/gio/issuer.h"
 #include "warp.cuh"
@@ -102,6 +103,9 @@ class CudaAccelerator : public Accelerator {
     }
     for (void* at : local_) {
       cudaFree(at);
+    }
+    for (void* at : pinned_) {
+      cudaHostUnregister(at);
     }
     for (const auto& [at, bytes] : shared_) {
       cudaHostUnregister(at);
@@ -221,6 +225,17 @@ class CudaAccelerator : public Accelerator {
 
   [[nodiscard]] const char* name() const noexcept override { return "cuda"; }
 
+  void pin(void* at, size_t bytes) override {
+    enter();
+    check(cudaHostRegister(at, bytes, cudaHostRegisterMapped | cudaHostRegisterPortable), "pinning an image");
+    pinned_.push_back(at);
+  }
+  std::unique_ptr<nvme::CopyEngine> copy_engine() override {
+    auto* ring = static_cast<CopyRing*>(shared(sizeof(CopyRing)));
+    return std::make_unique<CudaCopyEngine>(device_, ring,
+                                            static_cast<uint32_t*>(local(kCopyBlocks * sizeof(uint32_t))));
+  }
+
  private:
   // The current device is each thread's own.
   void enter() const noexcept { cudaSetDevice(device_); }
@@ -236,6 +251,7 @@ class CudaAccelerator : public Accelerator {
   cudaEvent_t last_ = nullptr;
   std::string failure_;
   std::vector<void*> local_;
+  std::vector<void*> pinned_;
   std::vector<std::pair<void*, size_t>> shared_;
   std::mutex marks_mutex_;
   std::map<uint64_t, cudaEvent_t> marks_;

@@ -32,7 +32,7 @@ int scratch_file(uint64_t size) {
   return fd;
 }
 
-enum class Kind { Uring, Posix, GioUring, GioPosix };
+enum class Kind { Uring, Posix, GioUring, GioPosix, ModelSgl, ModelPrp };
 
 std::unique_ptr<Executor> make(Kind kind, const Layout& layout, std::vector<DeviceFile> files, const SlotTable* table,
                                FaultInjector* faults) {
@@ -42,6 +42,8 @@ std::unique_ptr<Executor> make(Kind kind, const Layout& layout, std::vector<Devi
   }
   gio::GioOptions options;
   options.uring = kind == Kind::GioUring;
+  options.model = kind == Kind::ModelSgl || kind == Kind::ModelPrp;
+  options.pointer = kind == Kind::ModelPrp ? nvme::DataPointer::Prp : nvme::DataPointer::Sgl;
   options.threads = 2;
   options.queue.depth = 4;
   options.queue.blocks = 2;
@@ -217,7 +219,7 @@ void a_slot_of_another_generation_is_stale(Bench& bench) {
 }  // namespace
 
 int main() {
-  for (const Kind kind : {Kind::Uring, Kind::Posix, Kind::GioUring, Kind::GioPosix}) {
+  for (const Kind kind : {Kind::Uring, Kind::Posix, Kind::GioUring, Kind::GioPosix, Kind::ModelSgl, Kind::ModelPrp}) {
     if (kind == Kind::Uring || kind == Kind::GioUring) {
       if (const std::string why = probe_uring(); !why.empty()) {
         std::printf("uring not tested: %s\n", why.c_str());

@@ -62,17 +62,62 @@ def run(arguments: argparse.Namespace) -> Report:
             _Gpu(arguments, root, size << 10, number).run(report, "" if index == 0 else f"_{size}k_{number}b")
         finally:
             shutil.rmtree(root, ignore_errors=True)
+    model(arguments, report)
     report.notes.append(f"{torch.cuda.get_device_name()}, driver CUDA {torch.version.cuda}; every read compared")
     return report
 
 
+def model(arguments: argparse.Namespace, report: Report) -> None:
+    """The nvme path over the controller model, whose images are pinned memory: SGL against PRP, and one object at a time."""
+    executor_module._GPU_LANES = 32
+    for pointers in ("sgl", "prp"):
+        root = tempfile.mkdtemp(prefix="tutti-bench-", dir=arguments.directory)
+        try:
+            gpu = _Gpu(arguments, root, 64 << 10, 8, "nvme-model", pointers)
+            gpu.store.store(gpu.keys, gpu.from_blocks).wait().raise_for_status()
+            for _ in range(arguments.rounds + 1):
+                gpu.view[:, torch.from_numpy(gpu.to_blocks.astype(np.int64)).cuda()] = 0
+                gpu.timed("retrieve", gpu.retrieve)
+                if not gpu.same():
+                    raise SystemExit("bench gpu: bytes differ from what was stored")
+            gpu.store.close()
+            name, goal = ("model_retrieve_gb_per_s", ">= 49") if pointers == "sgl" else ("model_retrieve_prp_gb_per_s", "")
+            report.add(name, [gpu.bytes / 1e9 / seconds for seconds in gpu.seconds["retrieve"][1:]], "GB/s", goal)
+        finally:
+            shutil.rmtree(root, ignore_errors=True)
+    saved = executor_module._GPU_ISSUERS, executor_module._GPU_MOVERS
+    executor_module._GPU_LANES, executor_module._GPU_ISSUERS, executor_module._GPU_MOVERS = 1, 1, 31
+    root = tempfile.mkdtemp(prefix="tutti-bench-", dir=arguments.directory)
+    try:
+        gpu = _Gpu(arguments, root, 64 << 10, 1, "nvme-model", "sgl", gigabytes=0.2)
+        gpu.store.store(gpu.keys, gpu.from_blocks).wait().raise_for_status()
+        for _ in range(arguments.rounds + 1):
+            gpu.timed("one by one", gpu.retrieve)
+        gpu.store.close()
+        objects = gpu.blocks * gpu.layers
+        report.add("submit_complete_us", [seconds / objects * 1e6 for seconds in gpu.seconds["one by one"][1:]], "us", "<= 10")
+        report.notes.append(f"submit_complete_us: one command in flight at a time, {objects} in a row, checksum included")
+    finally:
+        shutil.rmtree(root, ignore_errors=True)
+        executor_module._GPU_LANES, (executor_module._GPU_ISSUERS, executor_module._GPU_MOVERS) = 32, saved
+
+
 class _Gpu:
-    def __init__(self, arguments: argparse.Namespace, root: str, object_bytes: int, io_blocks: int) -> None:
+    def __init__(
+        self,
+        arguments: argparse.Namespace,
+        root: str,
+        object_bytes: int,
+        io_blocks: int,
+        executor: str = "uring-gpu",
+        pointers: str = "sgl",
+        gigabytes: float = 0,
+    ) -> None:
         self.arguments = arguments
         self.object_bytes = object_bytes
         self.io_blocks = io_blocks
         self.layers = arguments.layers
-        self.blocks = max(1, int(arguments.gigabytes * 1e9) // (self.layers * object_bytes))
+        self.blocks = max(1, int((gigabytes or arguments.gigabytes) * 1e9) // (self.layers * object_bytes))
         self.bytes = self.blocks * self.layers * object_bytes
         geometry = Geometry("bench", self.layers, 1, 16, 8, 128, "bfloat16", "packed", "sha256", "none", object_bytes=object_bytes)
         config = StoreConfig(
@@ -81,6 +126,8 @@ class _Gpu:
             lanes=arguments.lanes,
             queue_depth=arguments.queue_depth,
             pinned_bytes=arguments.pinned,
+            executor=executor,
+            nvme_pointers=pointers,
             io_blocks=io_blocks,
             prewrite=True,
         )

@@ -26,6 +26,7 @@ FOREVER = -1.0
 # with more moving warps their own queue on PCIe delays the issuing ones; with fewer they can't fill it.
 _GPU_ISSUERS = 2
 _GPU_MOVERS = 6
+_GPU_LANES = 32  # commands in flight per issuing warp, as far as pinned_bytes allows
 _GPU_IOCBS = 32
 _TORCH_NAMES = {"fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
 
@@ -38,17 +39,17 @@ def choose_executor(wanted: str, *, in_memory: bool = False, on_gpu: bool = Fals
     TensorError when they are on a GPU and what is wanted can't reach it.
     """
     if on_gpu:
-        if wanted not in ("auto", "uring-gpu"):
+        if wanted not in ("auto", "uring-gpu", "nvme-model"):
             raise TensorError(
                 f"the KV tensors are on a GPU, and the executor {wanted} moves host memory; set executor to auto or uring-gpu"
             )
         refusal = _native.probe_cuda()
         if refusal:
             raise TensorError(f"the KV tensors are on a GPU that tutti-mooncake can't use: {refusal}")
-        return "uring-gpu", "the KV tensors are on a GPU" if wanted == "auto" else "chosen by configuration"
+        return ("uring-gpu", "the KV tensors are on a GPU") if wanted == "auto" else (wanted, "chosen by configuration")
     if wanted == "uring-gpu":
         raise TensorError("the executor uring-gpu moves GPU memory, and the KV tensors are in host memory; set executor to auto")
-    if wanted in ("posix", "gio-threads"):
+    if wanted in ("posix", "gio-threads", "nvme-model"):
         return wanted, "chosen by configuration"
     refusal = _native.probe_uring()
     if refusal:
@@ -81,6 +82,7 @@ class ExecutorSettings:
     register_buffers: bool = True
     pinned_bytes: int = 256 << 20
     io_blocks: int = 8
+    nvme_pointers: str = "sgl"
 
 
 class Mover:
@@ -176,7 +178,7 @@ class Mover:
                 self._layout, files, self.executor, lanes, settings.queue_depth, settings.register_buffers, self._slot_table, self._faults
             )
         gpu = -1
-        if self.executor == "uring-gpu":
+        if device.type == "cuda":
             self._gpu = device
             gpu = device.index or 0
         # How the files are read on the host's side: as it would be for host tensors.
@@ -186,6 +188,8 @@ class Mover:
             files,
             gpu=gpu,
             stream=0,
+            model=self.executor == "nvme-model",
+            prp=settings.nvme_pointers == "prp",
             uring=served_by == "uring",
             threads=settings.lanes or default_lanes(served_by, in_memory=in_memory),
             queue_depth=settings.queue_depth,
@@ -193,6 +197,7 @@ class Mover:
             blocks=settings.io_blocks if gpu >= 0 else 1,
             issuers=_GPU_ISSUERS if gpu >= 0 else 2,
             movers=_GPU_MOVERS if gpu >= 0 else 1,
+            lanes=_GPU_LANES,
             iocbs=_GPU_IOCBS if gpu >= 0 else 4,
             table=self._slot_table,
             faults=self._faults,

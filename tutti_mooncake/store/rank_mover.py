@@ -36,6 +36,7 @@ def mover_of(pool: Pool, config: StoreConfig, faults: _native.FaultInjector | No
         register_buffers=config.register_buffers,
         pinned_bytes=int(config.pinned_bytes),
         io_blocks=config.io_blocks,
+        nvme_pointers=config.nvme_pointers,
     )
     return Mover(pool.layout, pool.devices, settings, slot_table=pool.slot_table, first_sum=pool.first_sum, faults=faults)
 

@@ -1,9 +1,15 @@
 #include "tutti/gio/gio_executor.h"
 
+#include <sys/mman.h>
 #include <sys/prctl.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <stdexcept>
+#include <system_error>
+
+#include "tutti/nvme/memory_controller.h"
 
 namespace tutti::gio {
 namespace {
@@ -11,8 +17,11 @@ namespace {
 constexpr auto kSpin = std::chrono::microseconds(20);   // looked at the completions without a pause
 constexpr auto kPause = std::chrono::microseconds(10);  // between looks after that
 constexpr auto kTick = std::chrono::milliseconds(5);    // how often deadlines and queue pairs are looked at
-constexpr uint32_t kMostPairs = 8;                      // of an issuing warp; more devices share one pair
-constexpr uint32_t kLastResortMs = 10'000;              // for a kernel to end when the executor stops
+constexpr uint32_t kGpuPage = 64 << 10;                 // of a GPU's memory as PCI devices see it
+constexpr uint32_t kMostEngines = 4;                    // of the controller model
+constexpr uint32_t kHostPage = 4 << 10;
+constexpr uint32_t kMostPairs = 8;          // of an issuing warp; more devices share one pair
+constexpr uint32_t kLastResortMs = 10'000;  // for a kernel to end when the executor stops
 
 }  // namespace
 
@@ -32,10 +41,14 @@ void GioExecutor::start_workers() {
   }
   // A pair for each device: threads then serve one device each, and writers don't contend for one file's lock.
   queue.pairs_per_issuer = devices_.size() <= kMostPairs ? static_cast<uint32_t>(devices_.size()) : 1;
+  queue.bounce = !options_.model;
+  queue.pointer = options_.model ? options_.pointer : nvme::DataPointer::Sgl;
   // Slots within the limit: fewer commands in flight per warp, down to one.
   const uint64_t issuers = uint64_t{queue.blocks} * queue.issuers_per_block;
-  queue.lanes =
-      static_cast<uint32_t>(std::min<uint64_t>(queue.lanes, options_.pinned_bytes / (issuers * layout_.object_bytes)));
+  if (queue.bounce) {
+    queue.lanes = static_cast<uint32_t>(
+        std::min<uint64_t>(queue.lanes, options_.pinned_bytes / (issuers * layout_.object_bytes)));
+  }
   if (queue.lanes == 0) {
     throw std::runtime_error("pinned memory of " + std::to_string(options_.pinned_bytes) + " bytes is less than the " +
                              std::to_string(issuers * layout_.object_bytes) +
@@ -43,6 +56,11 @@ void GioExecutor::start_workers() {
   }
   queue_ = std::make_unique<Queue>(*accelerator_, queue);
   running_.assign(queue_->depth(), nullptr);
+  options_.model ? start_model(queue) : start_files(queue);
+  driver_ = std::thread([this] { run(); });
+}
+
+void GioExecutor::start_files(const QueueOptions& queue) {
   FileControllerOptions files;
   for (const auto& file : devices_) {
     files.files.push_back(file.fd);
@@ -54,7 +72,38 @@ void GioExecutor::start_workers() {
   files.groups = queue.pairs_per_issuer;
   files.memory = queue_->slot_memory();
   controller_ = std::make_unique<FileController>(queue_->served(), files, faults_);
-  driver_ = std::thread([this] { run(); });
+}
+
+void GioExecutor::start_model(const QueueOptions& queue) {
+  for (const auto& file : devices_) {
+    const auto bytes = static_cast<size_t>(std::max<off_t>(lseek(file.fd, 0, SEEK_END), 0));
+    void* at = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file.fd, 0);
+    if (at == MAP_FAILED && errno == EACCES) {  // a read-only store
+      at = mmap(nullptr, bytes, PROT_READ, MAP_SHARED, file.fd, 0);
+    }
+    if (at == MAP_FAILED) {
+      throw std::system_error(errno, std::generic_category(), "mapping a device file for the controller model");
+    }
+    images_.emplace_back(static_cast<unsigned char*>(at), bytes);
+    accelerator_->pin(at, bytes);
+  }
+  const uint32_t page = options_.cuda ? kGpuPage : kHostPage;
+  for (const auto& [first, last] : ranges()) {
+    const uint64_t base = first / page * page;
+    std::vector<uint64_t> pages((last - base + page - 1) / page);
+    for (size_t i = 0; i < pages.size(); ++i) {
+      pages[i] = base + i * page;  // the model sees this process's own addresses
+    }
+    queue_->register_range(base, last - base, page, pages);
+  }
+  nvme::MemoryControllerOptions model;
+  model.images = images_;
+  model.logical_block_bytes = queue.logical_block_bytes;
+  model.threads = std::min<uint32_t>({options_.threads, kMostEngines, static_cast<uint32_t>(queue_->served().size())});
+  for (uint32_t i = 0; i < model.threads; ++i) {
+    model.engines.push_back(accelerator_->copy_engine());
+  }
+  controller_ = std::make_unique<nvme::MemoryController>(queue_->served(), std::move(model), faults_);
 }
 
 void GioExecutor::join_workers() {
@@ -68,6 +117,10 @@ void GioExecutor::join_workers() {
   controller_.reset();
   queue_.reset();
   accelerator_.reset();
+  for (const auto& [at, bytes] : images_) {
+    munmap(at, bytes);
+  }
+  images_.clear();
 }
 
 uint64_t GioExecutor::pinned_bytes() const noexcept { return queue_ == nullptr ? 0 : queue_->pinned_bytes(); }
@@ -179,10 +232,10 @@ void GioExecutor::cancel_ended() {
   }
 }
 
-// The proxy's I/O goes into slots, never into the engine's memory, so that a command which outlasts its time can be
-// given up at once: its slot is not used again.
+// A command has outlasted its time: its queue is given up, and its plan may end once nothing of it touches memory.
 void GioExecutor::answer_quarantine() {
   for (const uint32_t pair : queue_->quarantined()) {
+    controller_->abort(pair);
     queue_->retire(pair);
     note("a device command outlasted its time: " + std::to_string(queue_->working_pairs()) + " of " +
          std::to_string(queue_->served().size()) + " queue pairs are left");

@@ -116,6 +116,9 @@ bool QueueServer::fetch(ServedCommand& command) noexcept {
     const size_t index = turn_;
     turn_ = turn_ + 1 == queues_.size() ? 0 : turn_ + 1;
     State& queue = queues_[index];
+    if (queue.closed) {
+      continue;
+    }
     const uint32_t tail = load_acquire(queue.memory.sq_doorbell);
     if (tail >= queue.memory.entries) {
       ++bad_doorbells_;

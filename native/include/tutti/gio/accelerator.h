@@ -10,6 +10,7 @@
 #include <string>
 
 #include "tutti/gio/shared.h"
+#include "tutti/nvme/copy_engine.h"
 
 namespace tutti::gio {
 
@@ -51,6 +52,11 @@ class Accelerator {
   virtual uint64_t mark(uint64_t stream) = 0;
   virtual bool reached(uint64_t ticket) = 0;
   virtual const char* name() const noexcept = 0;
+
+  // For the controller model: lets kernels reach memory of this process, and moves data between it and what kernels
+  // reach. An engine ends before its accelerator does.
+  virtual void pin(void* at, size_t bytes) = 0;
+  virtual std::unique_ptr<nvme::CopyEngine> copy_engine() = 0;
 };
 
 std::unique_ptr<Accelerator> make_host_accelerator();

@@ -14,6 +14,7 @@
 
 #include "tutti/fault.h"
 #include "tutti/nvme/queue_server.h"
+#include "tutti/nvme/soft_controller.h"
 
 namespace tutti::gio {
 
@@ -27,17 +28,19 @@ struct FileControllerOptions {
   std::pair<uint64_t, uint64_t> memory{0, 0};  // of the slots, to register
 };
 
-class FileController {
+class FileController : public nvme::SoftController {
  public:
   // `faults` may be null. Starts its threads; throws std::system_error when they can't have what they need.
   FileController(std::vector<nvme::ServedQueue> queues, FileControllerOptions options, FaultInjector* faults);
-  ~FileController();
+  ~FileController() override;
   FileController(const FileController&) = delete;
   FileController& operator=(const FileController&) = delete;
 
-  // Threads poll the doorbells while there may be commands, and sleep otherwise.
-  void awake(bool on);
-  void stop();
+  void awake(bool on) override;
+  // Nothing to wait for: the proxy's I/O goes into slots, never into the engine's memory, and a slot whose command was
+  // given up isn't used again.
+  void abort(uint32_t /*queue*/) override {}
+  void stop() override;
 
  private:
   class Lane;

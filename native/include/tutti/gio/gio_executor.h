@@ -3,7 +3,9 @@
 // 32 bytes of context and one sum, and no byte of the data.
 //
 // `uring-gpu`: the kernel's commands are served by a FileController (io_uring or plain calls into pinned slots). The
-// same executor with threads in the place of the GPU (`gio-threads`) moves host tensors: for tests.
+// same executor with threads in the place of the GPU (`gio-threads`) moves host tensors: for tests. `nvme-model`: the
+// data go straight between the engine's memory and a model of NVMe controllers whose namespaces are the device files,
+// mapped.
 //
 // Invariants: what the kernel can still touch keeps its plan undrained; when the GPU has failed for good, every plan
 // ends as DeviceError, also those that come after.
@@ -20,11 +22,13 @@ namespace tutti::gio {
 struct GioOptions {
   bool cuda = false;  // else threads
   int device = 0;
-  uint64_t stream = 0;                          // CUstream of the I/O domain; 0 = one of its own
-  bool uring = true;                            // how files are read: io_uring, or plain calls
-  uint32_t threads = 4;                         // that serve files
-  uint32_t depth = 64;                          // operations in flight per thread
-  uint64_t pinned_bytes = uint64_t{256} << 20;  // most that rings and slots may pin
+  uint64_t stream = 0;                                 // CUstream of the I/O domain; 0 = one of its own
+  bool model = false;                                  // commands go to the controller model instead of files
+  nvme::DataPointer pointer = nvme::DataPointer::Sgl;  // of the model's commands
+  bool uring = true;                                   // how files are read: io_uring, or plain calls
+  uint32_t threads = 4;                                // that serve files
+  uint32_t depth = 64;                                 // operations in flight per thread
+  uint64_t pinned_bytes = uint64_t{256} << 20;         // most that rings and slots may pin
   QueueOptions queue;
 };
 
@@ -51,13 +55,16 @@ class GioExecutor : public Executor {
   void answer_quarantine();
   void fail_all(const std::string& why);
   void end_iocb(uint32_t id, const Cqe* cqe);
+  void start_files(const QueueOptions& queue);
+  void start_model(const QueueOptions& queue);
 
   const GioOptions options_;
   std::unique_ptr<Accelerator> accelerator_;
   std::unique_ptr<Queue> queue_;
-  std::unique_ptr<FileController> controller_;
-  std::vector<Iocb*> running_;  // by id; null when free
-  bool broken_ = false;         // the GPU is gone for good
+  std::unique_ptr<nvme::SoftController> controller_;
+  std::vector<std::pair<unsigned char*, uint64_t>> images_;  // mapped device files, of the model
+  std::vector<Iocb*> running_;                               // by id; null when free
+  bool broken_ = false;                                      // the GPU is gone for good
   std::thread driver_;
 };
 

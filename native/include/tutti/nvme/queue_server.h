@@ -51,6 +51,8 @@ class QueueServer {
   // The next command of any queue, round robin; false when there is none. A doorbell value outside the queue is
   // ignored, as the specification wants it (and counted).
   bool fetch(ServedCommand& command) noexcept;
+  // Takes no more commands of a queue.
+  void close(uint32_t queue) noexcept { queues_[queue].closed = true; }
   // Posts a completion. False when the completion queue is full: try again later.
   bool complete(uint32_t queue, uint16_t identifier, uint16_t code) noexcept;
   [[nodiscard]] uint64_t bad_doorbells() const noexcept { return bad_doorbells_; }
@@ -61,6 +63,7 @@ class QueueServer {
     uint32_t head;  // of the submission queue
     uint32_t tail;  // of the completion queue
     uint16_t phase;
+    bool closed = false;
   };
   std::vector<State> queues_;
   size_t turn_ = 0;

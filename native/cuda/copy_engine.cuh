@@ -1,0 +1,193 @@
+// The data mover of the controller model on a GPU: a kernel that copies between pinned images and GPU memory as a
+// drive's DMA would, told what to copy through a ring in pinned memory. One thread block per engine; the kernel leaves
+// when it has been idle for a while, and is launched again with the next work.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <deque>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "tutti/host_device.h"
+#include "tutti/nvme/copy_engine.h"
+
+namespace tutti::gio {
+
+inline constexpr uint32_t kCopyRing = 64;
+
+// Two halves of 16 bytes, each read at once and each with the turn in it: a reader knows by the turns that both are
+// new.
+struct alignas(32) CopyTask {
+  uint64_t source;
+  uint32_t bytes;
+  uint32_t turn;
+  uint64_t target;
+  uint32_t reserved;
+  uint32_t turn_again;
+};
+
+inline constexpr uint32_t kCopyBlocks = 4;  // block b does turns b, b + kCopyBlocks, ...
+
+struct CopyRing {
+  CopyTask tasks[kCopyRing];
+  uint32_t done[32 * kCopyBlocks];  // by block, in cache lines of their own: the turn after its last that has ended
+  uint32_t begun[32];               // number of the launch that runs
+};
+
+__global__ void __launch_bounds__(1024)
+    copy_kernel(CopyRing* ring, uint32_t* turn_word, uint32_t launch, uint64_t linger_ns) {
+  __shared__ CopyTask task;
+  __shared__ uint32_t go;
+  uint32_t turn = turn_word[blockIdx.x] == 0 ? blockIdx.x : turn_word[blockIdx.x];
+  if (threadIdx.x == 0 && blockIdx.x == 0) {
+    store_release(&ring->begun[0], launch);
+    fence_system();
+  }
+  for (;;) {
+    if (threadIdx.x == 0) {
+      const CopyTask* at = &ring->tasks[turn % kCopyRing];
+      uint64_t since = 0;
+      asm volatile("mov.u64 %0, %globaltimer;" : "=l"(since));
+      for (;;) {
+        uint4 low;
+        uint4 high;
+        asm volatile("ld.volatile.global.v4.u32 {%0,%1,%2,%3}, [%4];"
+                     : "=r"(low.x), "=r"(low.y), "=r"(low.z), "=r"(low.w)
+                     : "l"(at)
+                     : "memory");
+        asm volatile("ld.volatile.global.v4.u32 {%0,%1,%2,%3}, [%4];"
+                     : "=r"(high.x), "=r"(high.y), "=r"(high.z), "=r"(high.w)
+                     : "l"(&at->target)
+                     : "memory");
+        if (low.w == turn + 1 && high.w == turn + 1) {
+          task.source = static_cast<uint64_t>(low.y) << 32 | low.x;
+          task.bytes = low.z;
+          task.target = static_cast<uint64_t>(high.y) << 32 | high.x;
+          fence_system();
+          go = 1;
+          break;
+        }
+        uint64_t now = 0;
+        asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+        if (now - since > linger_ns) {
+          go = 0;
+          break;
+        }
+      }
+    }
+    __syncthreads();
+    if (go == 0) {
+      if (threadIdx.x == 0) {
+        turn_word[blockIdx.x] = turn;
+      }
+      return;
+    }
+    const uint64_t source = task.source;
+    const uint64_t target = task.target;
+    const uint32_t bytes = task.bytes;
+    if (((source | target | bytes) & 15) == 0) {
+      const auto* from = reinterpret_cast<const uint4*>(source);
+      auto* to = reinterpret_cast<uint4*>(target);
+      for (uint32_t i = threadIdx.x; i < bytes / 16; i += blockDim.x) {
+        to[i] = from[i];
+      }
+    } else {
+      const auto* from = reinterpret_cast<const unsigned char*>(source);
+      auto* to = reinterpret_cast<unsigned char*>(target);
+      for (uint32_t i = threadIdx.x; i < bytes; i += blockDim.x) {
+        to[i] = from[i];
+      }
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      store_release(&ring->done[32 * blockIdx.x], turn + 1);
+    }
+    turn += kCopyBlocks;
+  }
+}
+
+class CudaCopyEngine : public nvme::CopyEngine {
+ public:
+  // `ring`: zeroed pinned memory; `turn_word`: zeroed GPU memory. Both outlive the engine.
+  CudaCopyEngine(int device, CopyRing* ring, uint32_t* turn_word)
+      : device_(device), ring_(ring), turn_word_(turn_word) {
+    int least = 0;
+    int greatest = 0;
+    cudaDeviceGetStreamPriorityRange(&least, &greatest);
+    if (const cudaError_t error = cudaStreamCreateWithPriority(&stream_, cudaStreamNonBlocking, greatest);
+        error != cudaSuccess) {
+      throw std::runtime_error(std::string("making a stream: ") + cudaGetErrorString(error));
+    }
+  }
+  ~CudaCopyEngine() override {
+    cudaSetDevice(device_);
+    cudaStreamSynchronize(stream_);
+    cudaStreamDestroy(stream_);
+  }
+
+  bool begin(uint32_t tag, const std::vector<nvme::CopyPart>& parts) override {
+    if (posted_ - taken_ + parts.size() > kCopyRing) {
+      return false;
+    }
+    for (const auto& part : parts) {
+      CopyTask& task = ring_->tasks[posted_ % kCopyRing];
+      task.source = part.source;
+      task.bytes = static_cast<uint32_t>(part.bytes);
+      task.target = part.target;
+      ++posted_;
+      store_release(&task.turn, posted_);
+      store_release(&task.turn_again, posted_);
+    }
+    ends_.push_back({tag, posted_});
+    // A kernel that runs or is still to begin sees the task; one that has left has said so by ending.
+    fence_system();
+    if (launched_ == 0 || (load_acquire(&ring_->begun[0]) == launched_ && !running())) {
+      launch();
+    }
+    return true;
+  }
+
+  uint32_t poll() override {
+    if (ends_.empty()) {
+      return UINT32_MAX;
+    }
+    while (taken_ != ends_.front().second &&
+           static_cast<int32_t>(load_acquire(&ring_->done[32 * (taken_ % kCopyBlocks)]) - (taken_ + 1)) >= 0) {
+      ++taken_;
+    }
+    if (taken_ != ends_.front().second) {
+      if (load_acquire(&ring_->begun[0]) == launched_ && !running()) {  // it left just before the task came
+        launch();
+      }
+      return UINT32_MAX;
+    }
+    const uint32_t tag = ends_.front().first;
+    ends_.pop_front();
+    return tag;
+  }
+
+ private:
+  bool running() {
+    cudaSetDevice(device_);
+    return cudaStreamQuery(stream_) == cudaErrorNotReady;
+  }
+  void launch() {
+    cudaSetDevice(device_);
+    copy_kernel<<<kCopyBlocks, 1024, 0, stream_>>>(ring_, turn_word_, ++launched_, kLingerNs);
+  }
+
+  static constexpr uint64_t kLingerNs = 1'000'000;
+  const int device_;
+  CopyRing* ring_;
+  uint32_t* turn_word_;
+  cudaStream_t stream_ = nullptr;
+  uint32_t posted_ = 0;
+  uint32_t taken_ = 0;  // turns that poll() has seen end, in order
+  uint32_t launched_ = 0;
+  std::deque<std::pair<uint32_t, uint32_t>> ends_;  // tag, turn after its last part
+};
+
+}  // namespace tutti::gio

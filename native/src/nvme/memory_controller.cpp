@@ -81,6 +81,7 @@ class MemoryController::Lane {
     while (copying_ != 0) {
       for (uint32_t tag = engine_->poll(); tag != UINT32_MAX; tag = engine_->poll()) {
         --copying_;
+        damage_read(commands_[tag]);
         commands_[tag].stage = Stage::Dropped;
       }
     }
@@ -99,7 +100,6 @@ class MemoryController::Lane {
     uint64_t release_count = 0;    // or after so many completions
     uint64_t releases_before = 0;  // Hung
     std::vector<CopyPart> parts;
-    std::vector<unsigned char> scratch;  // of a read whose bytes are to be damaged
   };
 
   bool take() {
@@ -133,9 +133,8 @@ class MemoryController::Lane {
         entry.code = code_of_status(status_of_result(-entry.fault.error, 1));
       } else if (entry.fault.kind == FaultKind::Short) {
         entry.code = code_of_status(Status::ShortIo);
-      } else if (entry.fault.kind == FaultKind::Corrupt && !entry.write) {
-        damage_read(entry);
       }
+      damage_read(entry);
     }
     if (entry.model.every != 0 && entry.model.kind == ModelFaultKind::Lose) {
       entry.stage = Stage::Hung;
@@ -205,18 +204,19 @@ class MemoryController::Lane {
     return kSuccess;
   }
 
-  // The bytes that arrive have a bit flipped, wherever they arrive.
-  static void damage_read(Entry& entry) {
-    const CopyPart& first = entry.parts.front();
-    const auto* from = reinterpret_cast<const unsigned char*>(first.source);
-    entry.scratch.assign(from, from + first.bytes);
-    flip_bit(entry.scratch.data(), entry.scratch.size(), entry.fault.seed);
-    entry.parts.front().source = reinterpret_cast<uint64_t>(entry.scratch.data());
+  // The bytes that arrive have a bit flipped, wherever they arrive: the image has it while they are copied. Flips it
+  // back when called again.
+  static void damage_read(const Entry& entry) noexcept {
+    if (entry.fault.kind == FaultKind::Corrupt && !entry.write && entry.code == kSuccess) {
+      flip_bit(reinterpret_cast<unsigned char*>(entry.parts.front().source), entry.parts.front().bytes,
+               entry.fault.seed);
+    }
   }
 
   void moved(uint32_t id) {
     --copying_;
     Entry& entry = commands_[id];
+    damage_read(entry);
     if (entry.fault.kind == FaultKind::Corrupt && entry.write) {
       flip_bit(reinterpret_cast<unsigned char*>(entry.parts.front().target), entry.parts.front().bytes,
                entry.fault.seed);
@@ -304,6 +304,7 @@ class MemoryController::Lane {
         for (uint32_t tag = engine_->poll(); tag != UINT32_MAX; tag = engine_->poll()) {
           if (drop(tag)) {
             --copying_;
+            damage_read(commands_[tag]);
           } else {
             moved(tag);
           }

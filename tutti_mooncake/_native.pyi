@@ -234,3 +234,36 @@ def raw_transfer(fds: Annotated[NDArray[numpy.int32], dict(shape=(None,), order=
     """
     (wall, processor) seconds that plain io_uring takes for these ranges: the benchmarks' baseline.
     """
+
+class SmPartition:
+    """Two parts of one GPU's SMs, or the reason why there are none."""
+
+    def __init__(self, device: int, io_sms: int, library: str) -> None: ...
+
+    def close(self) -> str:
+        """
+        Waits for the streams' work and gives everything back; what went wrong, or an empty text.
+        """
+
+    @property
+    def kind(self) -> str: ...
+
+    @property
+    def reason(self) -> str: ...
+
+    @property
+    def io_sms(self) -> int: ...
+
+    @property
+    def compute_sms(self) -> int: ...
+
+    @property
+    def device_sms(self) -> int: ...
+
+    @property
+    def io_stream(self) -> int:
+        """CUstream as a number; 0 = none."""
+
+    @property
+    def compute_stream(self) -> int:
+        """CUstream as a number; 0 = none."""

@@ -51,5 +51,6 @@ inline KeysOut to_numpy_keys(std::vector<Key> keys) {
 
 void bind_index(nb::module_& module);
 void bind_io(nb::module_& module);
+void bind_partition(nb::module_& module);
 
 }  // namespace tutti::bindings

@@ -235,6 +235,16 @@ def raw_transfer(fds: Annotated[NDArray[numpy.int32], dict(shape=(None,), order=
     (wall, processor) seconds that plain io_uring takes for these ranges: the benchmarks' baseline.
     """
 
+def find_cufile(library: str) -> tuple[str, str]:
+    """
+    (why cuFile can't be loaded or an empty text, its version or an empty text).
+    """
+
+def try_cufile(library: str, cuda_library: str, fds: Sequence[int]) -> tuple[str, list[str]]:
+    """
+    Opens cuFile's driver and registers files: (the driver's error, one error per file), empty texts where it worked. For a process of its own.
+    """
+
 class SmPartition:
     """Two parts of one GPU's SMs, or the reason why there are none."""
 

@@ -63,6 +63,7 @@ NB_MODULE(_native, module) {
 
   bind_index(module);
   bind_io(module);
+  bind_gds(module);
   bind_partition(module);
 }
 

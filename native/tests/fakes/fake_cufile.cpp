@@ -55,6 +55,8 @@ Fake& state() { return *holder(); }
 
 void violation(const std::string& what) { state().violations += what + "\n"; }
 
+constexpr int kFakeAbort = -1, kFakeForever = -2;
+
 int from_environment(const std::string& name) {
   const char* text = std::getenv("FAKE_CUFILE_FAIL");
   const char* at = text == nullptr ? nullptr : std::strstr(text, (name + "=").c_str());
@@ -67,6 +69,12 @@ Error enter(const std::string& name, const std::string& arguments, bool noted = 
     state().log += name + "(" + arguments + ")\n";
   }
   if (const int code = from_environment(name); code != 0) {
+    if (code == kFakeAbort) {
+      std::abort();
+    }
+    while (code == kFakeForever) {
+      pause();
+    }
     return {code, 0};
   }
   const auto found = state().failures.find(name);

@@ -16,7 +16,8 @@ enum FakeEntryFate {
   kFakeTooMuch = 8,  // COMPLETE with more bytes than asked for
 };
 
-// As new; the environment's FAKE_CUFILE_FAIL ("cuFileDriverOpen=5033,...") still holds.
+// As new; the environment's FAKE_CUFILE_FAIL ("cuFileDriverOpen=5033,...") still holds. Its number -1 ends the process,
+// -2 never returns.
 void fake_cufile_reset();
 // Lets the `call`-th call (from 1) of a function fail with this error; once.
 void fake_cufile_fail(const char* function, int call, int code);

@@ -6,7 +6,7 @@ import argparse
 import os
 from typing import TYPE_CHECKING, Any
 
-from tutti_mooncake.cli import device_checks, machine_checks
+from tutti_mooncake.cli import device_checks, gds_checks, machine_checks
 from tutti_mooncake.cli.output import print_json
 from tutti_mooncake.cli.store_arguments import add_store_arguments, given_settings
 from tutti_mooncake.config import ENVIRONMENT_PREFIX, StoreConfig, parse_bytes
@@ -41,10 +41,13 @@ def run_doctor(arguments: argparse.Namespace) -> int:
         there = os.path.exists(pool_path(device, pool))  # with its space
         findings += device_checks.findings(device, 0 if there else capacity // len(devices))
     present = [device for device in devices if os.path.exists(device)]
+    gds_findings, gds_report = gds_checks.findings(present)
+    findings += gds_findings
     report = probe(present)
     failed = any(finding.state == "FAIL" for finding in findings)
     if arguments.json:
-        print_json({"ok": not failed, "findings": [finding.as_dict() for finding in findings], "io": report.as_dict()})
+        rows = [finding.as_dict() for finding in findings]
+        print_json({"ok": not failed, "findings": rows, "gds": gds_report, "io": report.as_dict()})
         return int(failed)
     subject = None
     for finding in findings:

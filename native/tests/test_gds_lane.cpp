@@ -1,138 +1,28 @@
-// The GDS lane against the recording libcufile, which moves bytes between a file and host memory: order, errors, short
-// transfers, deadlines, cancelling, and that all is taken down in every path. The lane's clock is stepped by hand.
+// The GDS lane against the recording libcufile, which moves bytes between a file and host memory: order, bounds,
+// requests and entries that fail, calls that fail.
 #include "tutti/gds/lane.h"
 
-#include <fcntl.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
-#include <cstdlib>
 #include <map>
-#include <memory>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
 #include "check.h"
-#include "fakes/beside.h"
-#include "fakes/fake_cufile.h"
+#include "gds_bench.h"
 #include "tutti/gds/cufile_abi.h"
 
 using namespace tutti;
 using std::chrono::milliseconds;
-using std::chrono::seconds;
+using testing::Bench;
+using testing::fake;
+using testing::kObject;
+using testing::kObjects;
 
 namespace {
-
-constexpr uint64_t kObject = 4096;
-constexpr uint32_t kObjects = 64;
-
-struct Fake {
-  std::string library;
-  decltype(&fake_cufile_reset) reset = nullptr;
-  decltype(&fake_cufile_fail) fail = nullptr;
-  decltype(&fake_cufile_entry) entry = nullptr;
-  decltype(&fake_cufile_release) release = nullptr;
-  decltype(&fake_cufile_limits) limits = nullptr;
-  decltype(&fake_cufile_log) log = nullptr;
-  decltype(&fake_cufile_alive) alive = nullptr;
-  decltype(&fake_cufile_violations) violations = nullptr;
-
-  void load() {
-    library = testing::library_beside("fake_cufile");
-    testing::command(library, "fake_cufile_reset", reset);
-    testing::command(library, "fake_cufile_fail", fail);
-    testing::command(library, "fake_cufile_entry", entry);
-    testing::command(library, "fake_cufile_release", release);
-    testing::command(library, "fake_cufile_limits", limits);
-    testing::command(library, "fake_cufile_log", log);
-    testing::command(library, "fake_cufile_alive", alive);
-    testing::command(library, "fake_cufile_violations", violations);
-  }
-  [[nodiscard]] uint32_t calls(const std::string& name) const {
-    const std::string text = log();
-    uint32_t count = 0;
-    for (size_t at = text.find(name + "("); at != std::string::npos; at = text.find(name + "(", at + 1)) {
-      ++count;
-    }
-    return count;
-  }
-};
-Fake fake;
-
-int scratch_file(char first) {
-  char path[] = "/tmp/tutti-gds-XXXXXX";
-  const int fd = mkstemp(path);
-  CHECK(fd >= 0 && unlink(path) == 0);
-  std::string bytes(kObjects * kObject, '\0');
-  for (uint64_t i = 0; i < bytes.size(); ++i) {
-    bytes[i] = static_cast<char>(first + static_cast<char>(i / kObject));
-  }
-  CHECK(pwrite(fd, bytes.data(), bytes.size(), 0) == static_cast<ssize_t>(bytes.size()));
-  return fd;
-}
-
-// Two files, one buffer of host memory in the place of the GPU's, a clock that stands still.
-struct Bench {
-  std::vector<int> fds{scratch_file('A'), scratch_file('a')};
-  std::vector<unsigned char> memory = std::vector<unsigned char>(kObjects * kObject);
-  Clock::time_point now = Clock::now();
-  std::unique_ptr<GdsLane> lane;
-
-  explicit Bench(uint32_t entries = 8, uint32_t batches = 2, milliseconds grace = milliseconds(50)) {
-    lane = std::make_unique<GdsLane>(fds, options(entries, batches, grace));
-    lane->register_buffer(address(0), memory.size());
-  }
-  ~Bench() {
-    lane.reset();
-    for (const int fd : fds) {
-      close(fd);
-    }
-    if (*fake.violations() != '\0') {
-      std::fputs(fake.violations(), stderr);
-    }
-    CHECK(*fake.violations() == '\0');
-  }
-  Bench(const Bench&) = delete;
-  Bench& operator=(const Bench&) = delete;
-
-  GdsOptions options(uint32_t entries, uint32_t batches, milliseconds grace) {
-    return {fake.library, entries, batches, grace, [this] { return now; }};
-  }
-  [[nodiscard]] uint64_t address(uint32_t object) const {
-    return reinterpret_cast<uint64_t>(memory.data()) + object * kObject;
-  }
-  // Object i of a file <-> object i of memory.
-  [[nodiscard]] GdsRequest request(uint32_t object, uint32_t file = 0, Direction direction = Direction::Read) const {
-    return {1000 + object, file, direction, object * kObject, address(object), kObject};
-  }
-  [[nodiscard]] std::vector<GdsRequest> requests(uint32_t count) const {
-    std::vector<GdsRequest> all;
-    for (uint32_t object = 0; object < count; ++object) {
-      all.push_back(request(object));
-    }
-    return all;
-  }
-  size_t submit(const std::vector<GdsRequest>& all) { return lane->submit(all, now + seconds(1)); }
-  std::vector<GdsCompletion> poll() {
-    std::vector<GdsCompletion> out(256);
-    out.resize(lane->poll(out, std::chrono::microseconds(0)));
-    return out;
-  }
-  // By tag; fails when one is told twice.
-  std::map<uint64_t, GdsCompletion> results() {
-    std::map<uint64_t, GdsCompletion> all;
-    for (const GdsCompletion& completion : poll()) {
-      CHECK(all.emplace(completion.tag, completion).second);
-    }
-    return all;
-  }
-  [[nodiscard]] bool holds(uint32_t object, char value) const {
-    return std::all_of(memory.begin() + object * kObject, memory.begin() + (object + 1) * kObject,
-                       [&](unsigned char byte) { return byte == static_cast<unsigned char>(value); });
-  }
-};
 
 void moves_bytes_both_ways() {
   fake.reset();
@@ -354,132 +244,9 @@ void each_step_of_opening_that_fails_undoes_those_before() {
   CHECK(fake.calls("cuFileDriverClose") == 0);
 }
 
-void a_hanging_entry_ends_at_the_deadline() {
-  fake.reset();
-  fake.entry(2, kFakeHang, 0);
-  Bench bench;
-  CHECK(bench.submit(bench.requests(3)) == 3);
-  CHECK(bench.results().size() == 2 && bench.lane->in_flight() == 1 && fake.calls("cuFileBatchIOCancel") == 0);
-  GdsCompletion none;
-  CHECK(bench.lane->poll({&none, 1}, milliseconds(3)) == 0);
-  bench.now += seconds(1);
-  auto told = bench.results();
-  told.merge(bench.results());
-  CHECK(told.size() == 1 && told.at(1001).status == Status::Timeout && told.at(1001).settled);
-  CHECK(fake.calls("cuFileBatchIOCancel") == 1 && fake.calls("cuFileBatchIODestroy") == 1);
-  CHECK(bench.lane->unsettled() == 0 && bench.lane->in_flight() == 0);
-  CHECK(bench.submit(bench.requests(3)) == 3 && bench.results().size() == 3);
-  CHECK(fake.calls("cuFileBatchIOSetUp") == 3);
-}
-
-void memory_of_a_stuck_entry_is_free_only_when_it_has_ended() {
-  fake.reset();
-  {
-    fake.entry(1, kFakeStuck, 0);
-    Bench bench(8, 1);
-    CHECK(bench.submit(bench.requests(2)) == 2);
-    CHECK(bench.results().at(1001).status == Status::Ok);
-    bench.now += seconds(1);
-    CHECK(bench.poll().empty() && bench.submit({bench.request(5)}) == 0);  // within its grace
-    bench.now += seconds(1);
-    auto told = bench.results();
-    CHECK(told.size() == 1 && told.at(1000).status == Status::Timeout && !told.at(1000).settled);
-    CHECK(bench.lane->unsettled() == 1 && bench.lane->in_flight() == 1 && fake.calls("cuFileBatchIODestroy") == 0);
-    CHECK(bench.submit({bench.request(5)}) == 1);  // the only batch is out of service
-    CHECK(bench.results().at(1005).status == Status::DeviceError && fake.calls("cuFileBatchIOSubmit") == 1);
-    CHECK(bench.holds(0, '\0'));
-    fake.release();
-    told = bench.results();
-    CHECK(bench.holds(0, 'A'));  // the device wrote after all
-    CHECK(told.size() == 1 && told.at(1000).status == Status::Timeout && told.at(1000).settled);
-    CHECK(bench.lane->unsettled() == 0 && fake.calls("cuFileBatchIODestroy") == 1);
-    CHECK(bench.submit({bench.request(5)}) == 1 && bench.results().at(1005).status == Status::Ok);
-    CHECK(bench.lane->close());
-  }
-  CHECK(fake.alive() == 0);
-}
-
-void closing_cancels_and_keeps_what_is_still_in_use() {
-  fake.reset();
-  fake.entry(2, kFakeHang, 0);
-  {
-    Bench bench;
-    CHECK(bench.submit(bench.requests(2)) == 2 && bench.lane->close() && fake.alive() == 0);
-    const auto told = bench.results();
-    CHECK(told.size() == 2 && told.at(1001).status == Status::Cancelled && told.at(1001).settled);
-  }
-  fake.reset();
-  fake.entry(1, kFakeStuck, 0);
-  {
-    Bench bench;
-    CHECK(bench.submit(bench.requests(2)) == 2 && !bench.lane->close() && !bench.lane->close());
-    const auto told = bench.results();
-    CHECK(told.size() == 2 && told.at(1000).status == Status::Cancelled && !told.at(1000).settled);
-    CHECK(bench.lane->unsettled() == 1);
-  }
-  // Both batches are destroyed; two files, the buffer and the driver stay.
-  CHECK(fake.calls("cuFileBatchIODestroy") == 2 && fake.alive() == 4 && fake.calls("cuFileDriverClose") == 0);
-}
-
-void cancelled_by_the_caller() {
-  fake.reset();
-  Bench bench;
-  CHECK(bench.submit(bench.requests(3)) == 3);
-  fake.fail("cuFileBatchIOCancel", 1, 5042);  // cancelling fails: the entries end as they do
-  bench.lane->cancel();
-  CHECK(bench.results().at(1002).status == Status::Ok);
-  CHECK(bench.submit(bench.requests(3)) == 3);
-  bench.lane->cancel();
-  for (const auto& [tag, completion] : bench.results()) {
-    CHECK(completion.status == Status::Cancelled && completion.settled);
-  }
-  CHECK(bench.lane->in_flight() == 0);
-}
-
-void random_faults_never_lose_a_request(uint64_t seed) {
-  fake.reset();
-  testing::Random random(seed);
-  const std::vector<int> fates{0, 0, 0, kFakeShort, kFakeResult, kFakeStatus, kFakeHang, kFakeTwice, kFakePending};
-  for (int nth = 1; nth <= 600; ++nth) {
-    const int fate = fates[random.below(fates.size())];
-    const std::map<int, int64_t> values{{kFakeShort, 100}, {kFakeResult, -EIO}, {kFakeStatus, cufile::kTimeout}};
-    fake.entry(nth, fate, values.contains(fate) ? values.at(fate) : 0);
-  }
-  fake.limits(2, 128);
-  {
-    Bench bench(5, 3);
-    std::map<uint64_t, int> settled;
-    uint64_t next = 0;
-    for (int round = 0; next < 500 || bench.lane->in_flight() != 0; ++round) {
-      CHECK(round < 20000);
-      std::vector<GdsRequest> wanted;
-      for (uint64_t i = 0; i < 1 + random.below(7) && next + i < 500; ++i) {
-        wanted.push_back(bench.request(static_cast<uint32_t>((next + i) % kObjects)));
-        wanted.back().tag = next + i;
-      }
-      next += bench.submit(wanted);
-      for (const GdsCompletion& completion : bench.poll()) {
-        // Where the clock jumps over the grace before all of a batch's cancellations were told, they are told late.
-        CHECK(completion.settled || completion.status == Status::Timeout);
-        settled[completion.tag] += static_cast<int>(completion.settled);
-        CHECK(settled[completion.tag] <= 1);
-        CHECK(completion.status != Status::Ok || completion.result == int64_t{kObject});
-      }
-      bench.now += milliseconds(random.below(400));
-    }
-    if (settled.size() != 500) {
-      std::fprintf(stderr, "seed %llu: %zu of 500 settled\n", static_cast<unsigned long long>(seed), settled.size());
-    }
-    CHECK(std::ranges::all_of(settled, [](const auto& item) { return item.second == 1; }));
-    CHECK(settled.size() == 500 && bench.lane->close());
-  }
-  CHECK(fake.alive() == 0);
-}
-
 }  // namespace
 
 int main() {
-  setenv("CUFILE_LOGFILE_PATH", "/dev/null", 1);
   fake.load();
   moves_bytes_both_ways();
   batches_are_bounded();
@@ -488,11 +255,4 @@ int main() {
   entries_that_fail();
   calls_that_fail_while_running();
   each_step_of_opening_that_fails_undoes_those_before();
-  a_hanging_entry_ends_at_the_deadline();
-  memory_of_a_stuck_entry_is_free_only_when_it_has_ended();
-  closing_cancels_and_keeps_what_is_still_in_use();
-  cancelled_by_the_caller();
-  for (uint64_t seed = 1; seed <= 20; ++seed) {
-    random_faults_never_lose_a_request(seed);
-  }
 }

@@ -34,8 +34,14 @@ def partition() -> Iterator[SmPartition]:
         if made.kind != "green":
             pytest.skip(f"needs green contexts: {made.reason}")
         yield made
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()  # blocks that belong to the streams, which end now
+        release_streams()
+
+
+def release_streams() -> None:
+    """Frees what PyTorch keeps for the streams, which end next: cached blocks and cuBLAS workspaces."""
+    torch.cuda.synchronize()
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
 
 
 def stream_of(handle: int | None) -> Any:
@@ -135,8 +141,7 @@ def test_it_can_be_closed_and_made_again() -> None:
             assert partition.io_sms == io_sms
             with torch.cuda.stream(stream_of(partition.compute_stream())):
                 torch.ones(1024, device="cuda").sum()
-            torch.cuda.synchronize()
-            torch.cuda.empty_cache()
+            release_streams()
         assert partition.io_stream() is None
         partition.close()
     assert float(torch.ones(1024, device="cuda").sum().item()) == 1024.0  # PyTorch goes on in the primary context

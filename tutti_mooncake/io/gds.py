@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import gzip
+import importlib.util
 import json
 import os
 import platform
@@ -85,11 +86,25 @@ def is_relevant(*, root: Path = Path("/"), library: str = CUFILE) -> bool:
     return (root / "proc/driver/nvidia/version").is_file() or not _native.find_cufile(library)[0]
 
 
+def locate_cufile(packages: Sequence[str] = ()) -> str:
+    """The system's cuFile by its name, or where there is none, the path of that which came with PyTorch's CUDA packages.
+
+    `packages`: folders that hold NVIDIA's packages; by default those of this environment.
+    """
+    if _native.find_cufile(CUFILE)[0]:
+        spec = importlib.util.find_spec("nvidia") if not packages else None
+        folders = packages or (list(spec.submodule_search_locations or ()) if spec else [])
+        for folder in folders:
+            for file in sorted(Path(folder).glob(f"*/lib/{CUFILE}")):
+                return str(file)
+    return CUFILE
+
+
 def probe_gds(
     paths: Sequence[str] = (),
     *,
     root: Path = Path("/"),
-    library: str = CUFILE,
+    library: str | None = None,
     cuda_library: str = CUDA_DRIVER,
     machine: str = platform.machine(),
     environment: Mapping[str, str] = os.environ,
@@ -97,8 +112,9 @@ def probe_gds(
 ) -> GdsReport:
     """Looks at everything that GDS needs, for I/O under each of `paths` (directories or partitions). Leaves nothing behind.
 
-    `root` holds proc, sys, boot and etc.
+    `root` holds proc, sys, boot and etc.; `library` is cuFile's (default: the one that locate_cufile() finds).
     """
+    library = library or locate_cufile()
     found = [_library(library)]
     found += [_kernel(root), _driver(root), _static_bar(root, machine), _multipath(root), _configuration(root, environment)]
     found.append(_nvidia_fs(root))

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.vendor_fakes import build
+from tutti_mooncake import _native
 from tutti_mooncake.io import gds
 from tutti_mooncake.io.gds import GdsReport, probe_gds
 from tutti_mooncake.io.gds_requirement import Requirement
@@ -269,6 +270,16 @@ def test_relevant_where_there_is_a_driver_or_the_library(system: System, tmp_pat
     assert gds.is_relevant(root=system.root, library="/nonexistent.so")
     assert not gds.is_relevant(root=tmp_path, library="/nonexistent.so")
     assert gds.is_relevant(root=tmp_path, library=cufile)
+
+
+def test_the_library_of_the_cuda_packages_is_found_where_the_system_has_none(tmp_path: Path, cufile: str) -> None:
+    if not _native.find_cufile(gds.CUFILE)[0]:
+        pytest.skip("needs a system without libcufile")
+    assert gds.locate_cufile([str(tmp_path)]) == gds.CUFILE
+    place = tmp_path / "cu13/lib"
+    place.mkdir(parents=True)
+    (place / gds.CUFILE).symlink_to(cufile)
+    assert gds.locate_cufile([str(tmp_path)]) == str(place / gds.CUFILE)
 
 
 # --- the real test, in a child process --------------------------------------------------------------------------------

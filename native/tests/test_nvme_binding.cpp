@@ -12,7 +12,7 @@ namespace nvme = tutti::nvme;
 
 namespace {
 
-const std::string kAddress = "0000:04:00.0";
+constexpr const char* kAddress = "0000:04:00.0";
 
 struct Tree {
   fs::path root = fs::temp_directory_path() / ("tutti-binding-" + std::to_string(getpid()));
@@ -94,12 +94,12 @@ void free_drive() {
 
 void what_it_is() {
   const Tree tree;
-  tree.put("sys/bus/pci/devices/" + kAddress + "/class", "0x020000");
+  tree.put(std::string("sys/bus/pci/devices/") + kAddress + "/class", "0x020000");
   CHECK(contains(tree.reasons(), "isn't an NVMe controller (PCI class 0x020000)"));
   CHECK(
       contains(nvme::reasons_against("0000:05:00.0", nvme::UserDriver::Uio, tree.paths).at(0), "no such PCI function"));
   fs::remove_all(tree.root / "sys/bus/pci/drivers/uio_pci_generic");
-  tree.put("sys/bus/pci/devices/" + kAddress + "/class", "0x010802");
+  tree.put(std::string("sys/bus/pci/devices/") + kAddress + "/class", "0x010802");
   CHECK(contains(tree.reasons(), "modprobe uio_pci_generic"));
 }
 
@@ -109,7 +109,7 @@ void users() {
     tree.put("proc/self/mountinfo", "30 1 259:2 / /var/lib/a rw - xfs /dev/nvme0n1p2 rw\n");
     CHECK(contains(tree.reasons(), "nvme0n1p2 is mounted at /var/lib/a"));
     CHECK(contains(message_of([&] { nvme::bind(kAddress, nvme::UserDriver::Uio, tree.paths); }),
-                   kAddress + " isn't given to uio_pci_generic: nvme0n1p2 is mounted"));
+                   std::string(kAddress) + " isn't given to uio_pci_generic: nvme0n1p2 is mounted"));
     CHECK(nvme::bound_driver(kAddress, tree.paths) == "nvme");
   }
   {

@@ -26,11 +26,12 @@ constexpr const char* kNvmeClass = "0x0108";  // mass storage, non-volatile memo
 constexpr const char* kBridgeClass = "0x0604";
 constexpr auto kPatience = std::chrono::seconds(10);  // for the kernel's driver to find the namespaces
 
-std::string folder_of(const std::string& address, const SystemPaths& paths) {
-  return paths.sys + "/bus/pci/devices/" + address;
+fs::path folder_of(const std::string& address, const SystemPaths& paths) {
+  return fs::path(paths.sys) / "bus/pci/devices" / address;
 }
+fs::path block_folder(const SystemPaths& paths) { return fs::path(paths.sys) / "class/block"; }
 
-Names children(const std::string& folder) {
+Names children(const fs::path& folder) {
   Names names;
   std::error_code error;
   for (const auto& entry : fs::directory_iterator(folder, error)) {
@@ -41,14 +42,14 @@ Names children(const std::string& folder) {
 }
 
 Names controllers_of(const std::string& address, const SystemPaths& paths) {
-  return children(folder_of(address, paths) + "/nvme");
+  return children(folder_of(address, paths) / "nvme");
 }
 
 // A namespace and its partitions.
 Names with_partitions(const std::string& disk, const SystemPaths& paths) {
   Names names{disk};
-  for (const auto& name : children(paths.sys + "/class/block/" + disk)) {
-    if (fs::exists(paths.sys + "/class/block/" + disk + "/" + name + "/partition")) {
+  for (const auto& name : children(block_folder(paths) / disk)) {
+    if (fs::exists(block_folder(paths) / disk / name / "partition")) {
       names.push_back(name);
     }
   }
@@ -58,20 +59,20 @@ Names with_partitions(const std::string& disk, const SystemPaths& paths) {
 // Device numbers ("259:0") of every node through which the controller can be reached, with the node's name.
 std::map<std::string, std::string> device_numbers(const std::string& address, const SystemPaths& paths) {
   std::map<std::string, std::string> numbers;
-  const auto add = [&](const std::string& file, const std::string& name) {
+  const auto add = [&](const fs::path& file, const std::string& name) {
     if (const std::string number = read_text(file); !number.empty()) {
       numbers[number] = name;
     }
   };
   for (const auto& controller : controllers_of(address, paths)) {
-    add(paths.sys + "/class/nvme/" + controller + "/dev", controller);
+    add(fs::path(paths.sys) / "class/nvme" / controller / "dev", controller);
   }
   for (const auto& disk : namespaces_of(address, paths)) {
     for (const auto& name : with_partitions(disk, paths)) {
-      add(paths.sys + "/class/block/" + name + "/dev", name);
+      add(block_folder(paths) / name / "dev", name);
     }
     const std::string generic = "ng" + disk.substr(4);  // nvme0n1 -> ng0n1
-    add(paths.sys + "/class/nvme-generic/" + generic + "/dev", generic);
+    add(fs::path(paths.sys) / "class/nvme-generic" / generic / "dev", generic);
   }
   return numbers;
 }
@@ -88,7 +89,7 @@ void find_users(const std::string& address, const SystemPaths& paths, Names& rea
     std::string id, parent, number, root, where;
     fields >> id >> parent >> number >> root >> where;
     if (const auto found = numbers.find(number); found != numbers.end()) {
-      reasons.push_back(found->second + " is mounted at " + where);
+      reasons.emplace_back(found->second).append(" is mounted at ").append(where);
     }
   }
   std::set<std::pair<std::string, std::string>> holders;
@@ -96,9 +97,10 @@ void find_users(const std::string& address, const SystemPaths& paths, Names& rea
     if (process.find_first_not_of("0123456789") != std::string::npos || process == std::to_string(getpid())) {
       continue;
     }
-    for (const auto& number : children(paths.proc + "/" + process + "/fd")) {
+    const fs::path folder = fs::path(paths.proc) / process;
+    for (const auto& number : children(folder / "fd")) {
       struct stat facts{};
-      const std::string file = paths.proc + "/" + process + "/fd/" + number;
+      const fs::path file = folder / "fd" / number;
       if (stat(file.c_str(), &facts) != 0 || (!S_ISBLK(facts.st_mode) && !S_ISCHR(facts.st_mode))) {
         continue;
       }
@@ -110,17 +112,21 @@ void find_users(const std::string& address, const SystemPaths& paths, Names& rea
     }
   }
   for (const auto& [process, name] : holders) {
-    reasons.push_back(name + " is held open by process " + process + " (" +
-                      read_text(paths.proc + "/" + process + "/comm") + ")");
+    reasons.emplace_back(name)
+        .append(" is held open by process ")
+        .append(process)
+        .append(" (")
+        .append(read_text(fs::path(paths.proc) / process / "comm"))
+        .append(")");
   }
 }
 
 void find_kernel_users(const std::string& disk, const SystemPaths& paths, Names& reasons) {
   std::set<std::string> nodes;
   for (const auto& name : with_partitions(disk, paths)) {
-    nodes.insert(paths.dev + "/" + name);
-    for (const auto& holder : children(paths.sys + "/class/block/" + name + "/holders")) {
-      reasons.push_back(name + " is part of " + holder + " (device mapper, LVM or RAID)");
+    nodes.insert(fs::path(paths.dev) / name);
+    for (const auto& holder : children(block_folder(paths) / name / "holders")) {
+      reasons.emplace_back(name).append(" is part of ").append(holder).append(" (device mapper, LVM or RAID)");
     }
   }
   std::istringstream swaps(read_text(paths.proc + "/swaps"));
@@ -129,10 +135,9 @@ void find_kernel_users(const std::string& disk, const SystemPaths& paths, Names&
       reasons.push_back(node + " is swap");
     }
   }
-  for (const auto& name : children(paths.sys + "/class/block")) {
-    if (const std::string file = read_text(paths.sys + "/class/block/" + name + "/loop/backing_file");
-        nodes.contains(file)) {
-      reasons.push_back(file + " backs " + name);
+  for (const auto& name : children(block_folder(paths))) {
+    if (const std::string file = read_text(block_folder(paths) / name / "loop/backing_file"); nodes.contains(file)) {
+      reasons.emplace_back(file).append(" backs ").append(name);
     }
   }
 }
@@ -142,11 +147,15 @@ void find_kernel_users(const std::string& disk, const SystemPaths& paths, Names&
 std::vector<Fd> claim(const Names& disks, const SystemPaths& paths, Names& reasons) {
   std::vector<Fd> claims;
   for (const auto& disk : disks) {
-    const std::string node = paths.dev + "/" + disk;
+    const fs::path node = fs::path(paths.dev) / disk;
     Fd fd(open(node.c_str(), O_RDWR | O_EXCL | O_CLOEXEC));
     if (fd.get() < 0) {
-      reasons.push_back(node + (errno == EBUSY ? std::string(" is claimed: mounted somewhere, or part of something")
-                                               : std::string(" can't be claimed: ") + std::strerror(errno)));
+      const int error = errno;
+      reasons.emplace_back(node).append(error == EBUSY ? " is claimed: mounted somewhere, or part of something"
+                                                       : " can't be claimed: ");
+      if (error != EBUSY) {
+        reasons.back().append(std::strerror(error));
+      }
     }
     claims.push_back(std::move(fd));
   }
@@ -154,19 +163,22 @@ std::vector<Fd> claim(const Names& disks, const SystemPaths& paths, Names& reaso
 }
 
 void find_group_trouble(const std::string& address, const SystemPaths& paths, Names& reasons) {
-  const std::string group = folder_of(address, paths) + "/iommu_group";
+  const fs::path group = folder_of(address, paths) / "iommu_group";
   if (!fs::exists(group)) {
     reasons.push_back(
         "it has no IOMMU group: switch the IOMMU on (intel_iommu=on, amd_iommu=on), or use "
         "uio_pci_generic");
     return;
   }
-  for (const auto& other : children(group + "/devices")) {
+  for (const auto& other : children(group / "devices")) {
     const std::string driver = bound_driver(other, paths);
     if (other != address && !driver.empty() && driver != driver_name(UserDriver::Vfio) &&
-        !read_text(folder_of(other, paths) + "/class").starts_with(kBridgeClass)) {
-      reasons.push_back("its IOMMU group also holds " + other + ", bound to " + driver +
-                        ": both must go to vfio-pci, or the drive into another slot");
+        !read_text(folder_of(other, paths) / "class").starts_with(kBridgeClass)) {
+      reasons.emplace_back("its IOMMU group also holds ")
+          .append(other)
+          .append(", bound to ")
+          .append(driver)
+          .append(": both must go to vfio-pci, or the drive into another slot");
     }
   }
 }
@@ -174,18 +186,18 @@ void find_group_trouble(const std::string& address, const SystemPaths& paths, Na
 std::string joined(const Names& parts) {
   std::string text;
   for (const auto& part : parts) {
-    text += (text.empty() ? "" : "; ") + part;
+    text.append(text.empty() ? "" : "; ").append(part);
   }
   return text;
 }
 
 // Binds to whatever driver `override_with` allows ("\n": any). Returns the driver that took it.
 std::string rebind(const std::string& address, const std::string& override_with, const SystemPaths& paths) {
-  const std::string folder = folder_of(address, paths);
+  const fs::path folder = folder_of(address, paths);
   if (!bound_driver(address, paths).empty()) {
-    write_text(folder + "/driver/unbind", address);
+    write_text(folder / "driver/unbind", address);
   }
-  write_text(folder + "/driver_override", override_with);
+  write_text(folder / "driver_override", override_with);
   (void)try_write_text(paths.sys + "/bus/pci/drivers_probe", address);  // fails where no driver wants it
   return bound_driver(address, paths);
 }
@@ -193,24 +205,24 @@ std::string rebind(const std::string& address, const std::string& override_with,
 }  // namespace
 
 std::string bound_driver(const std::string& address, const SystemPaths& paths) {
-  return link_name(folder_of(address, paths) + "/driver");
+  return link_name(folder_of(address, paths) / "driver");
 }
 
 std::vector<std::string> namespaces_of(const std::string& address, const SystemPaths& paths) {
   std::set<std::string> disks;
-  const auto add = [&](const std::string& folder) {
+  const auto add = [&](const fs::path& folder) {
     for (const auto& name : children(folder)) {
-      if (name.starts_with("nvme") && fs::exists(paths.sys + "/class/block/" + name)) {
+      if (name.starts_with("nvme") && fs::exists(block_folder(paths) / name)) {
         disks.insert(name);
       }
     }
   };
   for (const auto& controller : controllers_of(address, paths)) {
-    add(folder_of(address, paths) + "/nvme/" + controller);
+    add(folder_of(address, paths) / "nvme" / controller);
     // With several paths to a drive the block device belongs to its subsystem.
-    for (const auto& subsystem : children(paths.sys + "/class/nvme-subsystem")) {
-      const std::string folder = paths.sys + "/class/nvme-subsystem/" + subsystem;
-      if (fs::exists(folder + "/" + controller)) {
+    for (const auto& subsystem : children(fs::path(paths.sys) / "class/nvme-subsystem")) {
+      const fs::path folder = fs::path(paths.sys) / "class/nvme-subsystem" / subsystem;
+      if (fs::exists(folder / controller)) {
         add(folder);
       }
     }
@@ -219,11 +231,11 @@ std::vector<std::string> namespaces_of(const std::string& address, const SystemP
 }
 
 std::vector<std::string> reasons_against(const std::string& address, UserDriver driver, const SystemPaths& paths) {
-  const std::string folder = folder_of(address, paths);
+  const fs::path folder = folder_of(address, paths);
   if (!fs::exists(folder)) {
     return {"there is no such PCI function (addresses look like 0000:04:00.0; lspci -D lists them)"};
   }
-  if (const std::string kind = read_text(folder + "/class"); !kind.starts_with(kNvmeClass)) {
+  if (const std::string kind = read_text(folder / "class"); !kind.starts_with(kNvmeClass)) {
     return {"it isn't an NVMe controller (PCI class " + kind + ")"};
   }
   Names reasons;
@@ -237,10 +249,10 @@ std::vector<std::string> reasons_against(const std::string& address, UserDriver 
   }
   if (driver == UserDriver::Vfio) {
     find_group_trouble(address, paths, reasons);
-  } else if (const std::string type = read_text(folder + "/iommu_group/type"); !type.empty() && type != "identity") {
+  } else if (const std::string type = read_text(folder / "iommu_group/type"); !type.empty() && type != "identity") {
     reasons.push_back("it is behind an IOMMU that translates: use vfio-pci");
   }
-  if (!fs::exists(paths.sys + "/bus/pci/drivers/" + driver_name(driver))) {
+  if (!fs::exists(fs::path(paths.sys) / "bus/pci/drivers" / driver_name(driver))) {
     reasons.push_back(std::string("the driver isn't loaded: modprobe ") + driver_name(driver));
   }
   return reasons;
@@ -273,10 +285,10 @@ void release(const std::string& address, const SystemPaths& paths) {
   if (driver != driver_name(UserDriver::Uio) && driver != driver_name(UserDriver::Vfio)) {
     fail(address + " is bound to " + (driver.empty() ? "no driver" : driver) + ", it wasn't given to the tier");
   }
-  const std::string folder = folder_of(address, paths);
-  const Fd config(open((folder + "/config").c_str(), O_RDWR | O_CLOEXEC));
+  const fs::path folder = folder_of(address, paths);
+  const Fd config(open((folder / "config").c_str(), O_RDWR | O_CLOEXEC));
   if (config.get() < 0) {
-    fail_errno("opening " + folder + "/config", errno, "run it as root");
+    fail_errno("opening " + (folder / "config").string(), errno, "run it as root");
   }
   if (flock(config.get(), LOCK_EX | LOCK_NB) != 0) {
     fail(address + " is in use by another process: stop that first");
@@ -297,14 +309,14 @@ void release(const std::string& address, const SystemPaths& paths) {
   const auto there = [&] {
     const Names disks = namespaces_of(address, paths);
     return !disks.empty() && std::all_of(disks.begin(), disks.end(),
-                                         [&](const auto& disk) { return fs::exists(paths.dev + "/" + disk); });
+                                         [&](const auto& disk) { return fs::exists(fs::path(paths.dev) / disk); });
   };
-  while (!there()) {
-    if (std::chrono::steady_clock::now() >= deadline) {
-      fail(address + " is bound to " + got + " again, but no namespace has appeared in " +
-           std::to_string(kPatience.count()) + " s: look at the kernel log");
-    }
+  while (!there() && std::chrono::steady_clock::now() < deadline) {
     std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  }
+  if (!there()) {
+    fail(address + " is bound to " + got + " again, but no namespace has appeared in " +
+         std::to_string(kPatience.count()) + " s: look at the kernel log");
   }
 }
 

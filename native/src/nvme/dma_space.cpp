@@ -124,6 +124,11 @@ void DmaMemory::drop() noexcept {
   space_.reset();
 }
 
+void DmaMemory::leak() noexcept {
+  auto kept = std::make_unique<DmaMemory>(std::move(*this));
+  [[maybe_unused]] const DmaMemory* const forever = kept.release();
+}
+
 // --- DmaSpace ---
 
 std::shared_ptr<DmaSpace> DmaSpace::physical() { return std::shared_ptr<DmaSpace>(new DmaSpace(Addressing::Physical)); }

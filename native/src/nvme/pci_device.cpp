@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cstdio>
 #include <filesystem>
 #include <sstream>
 
@@ -83,8 +84,8 @@ PciDevice::PciDevice(const std::string& address, std::shared_ptr<DmaSpace> space
 PciDevice::~PciDevice() {
   try {
     set_bus_master(false);
-  } catch (const std::exception&) {
-    // The function is gone from the bus: it can't reach memory either.
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "tutti: closing %s: %s; the kernel switches it off as well\n", address_.c_str(), error.what());
   }
   close_files();
 }

@@ -101,39 +101,47 @@ Health UserController::health() const noexcept {
 
 // --- start and stop ---
 
-void UserController::wait_ready(bool ready) {
-  // CAP.TO is the worst case that the controller itself claims; some claim 0.
-  const uint32_t bound_ms = std::max(capability_.timeout_ms, 500U) + 500;
-  const auto deadline = Clock::now() + std::chrono::milliseconds(bound_ms);
+uint32_t UserController::ready_bound_ms() const noexcept {
+  return std::max(capability_.timeout_ms, 500U) + 500;  // CAP.TO is the worst case by its own word; some say 0
+}
+
+// False at the deadline, at a fatal status (where readiness is awaited), and when the device is gone.
+bool UserController::becomes_ready(bool ready) const noexcept {
+  const auto deadline = Clock::now() + std::chrono::milliseconds(ready_bound_ms());
   while (true) {
     const uint32_t status = read32(kRegStatus);
-    if (status == kGone) {
-      fail(port_->name() + ": the device is gone from the bus");
+    if (status == kGone || (ready && (status & kStatusFatal) != 0)) {
+      return false;
     }
     if (((status & kStatusReady) != 0) == ready) {
-      return;
-    }
-    if (ready && (status & kStatusFatal) != 0) {
-      fail(port_->name() + ": fatal status while starting (CSTS " + hex(status) +
-           "); power-cycle the drive if it stays");
+      return true;
     }
     if (Clock::now() >= deadline) {
-      fail(port_->name() + ": CSTS.RDY didn't become " + (ready ? "1" : "0") + " within " + std::to_string(bound_ms) +
-           " ms (CSTS " + hex(status) + ")");
+      return false;
     }
     std::this_thread::sleep_for(std::chrono::microseconds(100));
   }
 }
 
+void UserController::wait_ready(bool ready) {
+  if (becomes_ready(ready)) {
+    return;
+  }
+  const uint32_t status = read32(kRegStatus);
+  if (status == kGone) {
+    fail(port_->name() + ": the device is gone from the bus");
+  }
+  if (ready && (status & kStatusFatal) != 0) {
+    fail(port_->name() + ": fatal status while starting (CSTS " + hex(status) + "); power-cycle the drive if it stays");
+  }
+  fail(port_->name() + ": CSTS.RDY didn't become " + (ready ? "1" : "0") + " within " +
+       std::to_string(ready_bound_ms()) + " ms (CSTS " + hex(status) + ")");
+}
+
 void UserController::disable() {
   const uint32_t before = read32(kRegConfiguration);
   if ((before & 1) != 0 && (read32(kRegStatus) & (kStatusReady | kStatusFatal)) == 0) {
-    // Being enabled just now, by an owner that died: it must not be disabled halfway.
-    try {
-      wait_ready(true);
-    } catch (const std::runtime_error&) {
-      // Then the reset below has to do.
-    }
+    (void)becomes_ready(true);  // being enabled by an owner that died: it must not be disabled halfway
   }
   write32(kRegConfiguration, before & ~(1U | kShutdownMask));
   wait_ready(false);
@@ -213,9 +221,9 @@ void UserController::shut_down() noexcept {
     std::fprintf(stderr, "tutti: %s: shutdown failed, its queues' memory is kept: %s\n", port_->name().c_str(),
                  error.what());
     for (auto& queue : queues_) {
-      (void)queue.release();
+      queue->memory.leak();
     }
-    (void)std::make_unique<DmaMemory>(std::move(admin_memory_)).release();
+    admin_memory_.leak();
   }
 }
 

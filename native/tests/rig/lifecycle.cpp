@@ -4,7 +4,6 @@
 // the last one it never does.
 #include <fcntl.h>
 #include <sched.h>
-#include <signal.h>
 #include <sys/mman.h>
 #include <sys/mount.h>
 #include <sys/prctl.h>
@@ -14,6 +13,7 @@
 #include <unistd.h>
 
 #include <array>
+#include <csignal>
 #include <cstring>
 #include <thread>
 
@@ -217,7 +217,19 @@ void dma_switched_off(const Context& context) {
   CHECK(matches(memory.at(), 4096, salt_of("rig-nvme-0"), 0));
 }
 
-void must_run(const std::string& command) { CHECK(std::system(command.c_str()) == 0); }
+void must_run(std::vector<const char*> words) {
+  const pid_t child = fork();
+  if (child == 0) {
+    const int quiet = open("/dev/null", O_WRONLY | O_CLOEXEC);
+    dup2(quiet, 1);
+    words.push_back(nullptr);
+    execvp(words[0], const_cast<char* const*>(words.data()));
+    _exit(127);
+  }
+  int status = -1;
+  waitpid(child, &status, 0);
+  CHECK(status == 0);
+}
 
 }  // namespace
 
@@ -253,12 +265,12 @@ void binding_refusals(const Context& context) {
     close(ready[1]);
   }
 
-  must_run("mkswap " + node + " >/dev/null");
+  must_run({"mkswap", node.c_str()});
   CHECK(swapon(node.c_str(), 0) == 0);
   CHECK(contains(refusal(drive.address), node + " is swap"));
   CHECK(swapoff(node.c_str()) == 0);
 
-  must_run("mkfs.ext2 -q " + node);
+  must_run({"mkfs.ext2", "-q", node.c_str()});
   CHECK(mkdir("/tmp/mounted", 0700) == 0);
   CHECK(mount(node.c_str(), "/tmp/mounted", "ext2", 0, nullptr) == 0);
   CHECK(contains(refusal(drive.address), drive.block + " is mounted at /tmp/mounted"));

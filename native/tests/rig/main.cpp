@@ -2,11 +2,11 @@
 //
 // Prints a line per case, "case NAME ok SECONDS" or "case NAME FAILED", and exits with 1 if one failed.
 #include <fcntl.h>
-#include <signal.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <csignal>
 #include <cstring>
 #include <filesystem>
 #include <fstream>

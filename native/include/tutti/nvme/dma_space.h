@@ -70,6 +70,9 @@ class DmaMemory {
   DmaMemory(const DmaMemory&) = delete;
   DmaMemory& operator=(const DmaMemory&) = delete;
 
+  // Keeps the memory mapped, pinned and allocated for the life of the process: for a device that can't be stopped.
+  void leak() noexcept;
+
   [[nodiscard]] const DmaRegion& region() const noexcept { return region_; }
   [[nodiscard]] uint8_t* at() const noexcept { return region_.at; }
   [[nodiscard]] uint64_t bytes() const noexcept { return region_.bytes; }

@@ -80,6 +80,8 @@ class UserController {
   void write64(uint64_t offset, uint64_t value) noexcept;
 
   void disable();
+  [[nodiscard]] uint32_t ready_bound_ms() const noexcept;
+  [[nodiscard]] bool becomes_ready(bool ready) const noexcept;
   void wait_ready(bool ready);
   void shut_down() noexcept;
   CompletionEntry admin(const SubmissionEntry& command, const char* what);

@@ -47,6 +47,18 @@ IOMMU_CASES = ["unmapped_address", "unmapped_after_use"]
 ALL = [("uio", name) for name in CASES] + [("vfio", name) for name in CASES + IOMMU_CASES]
 
 
+# After the cases: the tool that gives drives away, once around.
+IN_THE_GUEST = """
+$0 $1
+status=$?
+drive=${0%/*}/nvme_drive
+address=$(</sys/class/nvme/nvme0/address)
+$drive bind $1 $address && $drive show $address && $drive release $address && echo tool ok
+$drive bind $1 0000:00:00.0 || echo tool refused
+exit $status
+"""
+
+
 @cache
 def what_is_missing() -> str:
     for tool in ("cmake", "ninja", "mkfs.ext2", "mkswap"):
@@ -61,7 +73,7 @@ def program() -> Path:
     """The cases' program, built where scripts/test builds the native tests."""
     configure = ["cmake", "-S", str(ROOT), "-B", str(BUILD), "-G", "Ninja", "-DCMAKE_BUILD_TYPE=RelWithDebInfo"]
     subprocess.run([*configure, "-DTUTTI_TESTS=ON", "-DTUTTI_PYTHON=OFF"], check=True, stdout=subprocess.DEVNULL)
-    subprocess.run(["cmake", "--build", str(BUILD), "--target", "nvme_rig"], check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(["cmake", "--build", str(BUILD), "--target", "nvme_rig", "nvme_drive"], check=True, stdout=subprocess.DEVNULL)
     return BUILD / "nvme_rig"
 
 
@@ -70,7 +82,7 @@ def guest(driver: str) -> tuple[dict[str, str], str]:
     """What the guest reported: each case's outcome, and all of its output."""
     command = [str(ROOT / "scripts" / "rig"), "run", "--nvme-bad", "2048", "--nvme-slow", "20", "--timeout", "200"]
     command += ["--iommu"] if driver == "vfio" else []
-    ran = subprocess.run([*command, "--", str(program()), driver], capture_output=True, text=True, check=False)
+    ran = subprocess.run([*command, "--", "bash", "-c", IN_THE_GUEST, str(program()), driver], capture_output=True, text=True, check=False)
     return dict(re.findall(r"^case (\w+) (ok|FAILED.*?)(?: [\d.]+)?$", ran.stdout, re.MULTILINE)), ran.stdout + ran.stderr
 
 
@@ -81,6 +93,17 @@ def test_case(driver: str, name: str) -> None:
         pytest.skip(f"QEMU rig: {missing}")
     outcomes, output = guest(driver)
     assert outcomes.get(name) == "ok", output
+
+
+@pytest.mark.parametrize(("driver", "bound"), [("uio", "uio_pci_generic"), ("vfio", "vfio-pci")])
+def test_the_tool_that_gives_drives_away(driver: str, bound: str) -> None:
+    if missing := what_is_missing():
+        pytest.skip(f"QEMU rig: {missing}")
+    output = guest(driver)[1]
+    assert f": bound to {bound}\n" in output, output
+    assert ": bound to nvme\nnamespace: /dev/nvme" in output, output
+    assert "tool ok\n" in output and "tool refused\n" in output, output
+    assert f"0000:00:00.0 isn't given to {bound}: it isn't an NVMe controller" in output, output
 
 
 @pytest.mark.parametrize("driver", ["uio", "vfio"])

@@ -1,5 +1,9 @@
 // What giving a drive away is refused for, on a tree of files made like /sys, /proc and /dev. The real thing is tested
 // in the rig's guest.
+#include <fcntl.h>
+#include <sys/file.h>
+#include <unistd.h>
+
 #include <filesystem>
 #include <fstream>
 #include <string>
@@ -143,6 +147,18 @@ void users() {
   }
 }
 
+void driven_by_a_process() {
+  const Tree tree;
+  const int fd = open((tree.device / "config").c_str(), O_RDWR | O_CLOEXEC);
+  CHECK(fd >= 0 && flock(fd, LOCK_EX) == 0);
+  CHECK(contains(message_of([&] { nvme::bind(kAddress, nvme::UserDriver::Uio, tree.paths); }), "is in use by another"));
+  fs::remove(tree.device / "driver");
+  fs::create_directory_symlink("../../drivers/vfio-pci", tree.device / "driver");
+  CHECK(contains(message_of([&] { nvme::bind(kAddress, nvme::UserDriver::Uio, tree.paths); }), "is in use by another"));
+  CHECK(contains(message_of([&] { nvme::release(kAddress, tree.paths); }), "is in use by another"));
+  close(fd);
+}
+
 void namespaces_with_several_paths() {
   const Tree tree;
   fs::remove_all(tree.device / "nvme/nvme0/nvme0n1");
@@ -199,6 +215,7 @@ int main() {
   free_drive();
   what_it_is();
   users();
+  driven_by_a_process();
   namespaces_with_several_paths();
   iommu();
   a_driver_that_does_not_take_it();

@@ -183,6 +183,18 @@ void find_group_trouble(const std::string& address, const SystemPaths& paths, Na
   }
 }
 
+// The lock that whoever drives the function holds (PciDevice); not taken if somebody does.
+Fd lock_function(const std::string& address, const SystemPaths& paths, bool& taken) {
+  const fs::path config = folder_of(address, paths) / "config";
+  Fd fd(open(config.c_str(), O_RDWR | O_CLOEXEC));
+  if (fd.get() < 0) {
+    fail_errno("opening " + config.string(), errno, "run it as root");
+  }
+  taken = flock(fd.get(), LOCK_EX | LOCK_NB) == 0;
+  return fd;
+}
+constexpr const char* kInUse = "it is in use by another process: stop that first";
+
 std::string joined(const Names& parts) {
   std::string text;
   for (const auto& part : parts) {
@@ -239,6 +251,10 @@ std::vector<std::string> reasons_against(const std::string& address, UserDriver 
     return {"it isn't an NVMe controller (PCI class " + kind + ")"};
   }
   Names reasons;
+  bool taken = false;
+  if (lock_function(address, paths, taken); !taken) {
+    reasons.emplace_back(kInUse);
+  }
   find_users(address, paths, reasons);
   const Names disks = namespaces_of(address, paths);
   for (const auto& disk : disks) {
@@ -265,7 +281,13 @@ void bind(const std::string& address, UserDriver driver, const SystemPaths& path
   }
   Names reasons = reasons_against(address, driver, paths);
   std::vector<Fd> claims;
+  Fd lock;
   if (reasons.empty()) {
+    bool taken = false;
+    lock = lock_function(address, paths, taken);
+    if (!taken) {
+      reasons.emplace_back(kInUse);
+    }
     claims = claim(namespaces_of(address, paths), paths, reasons);
   }
   if (!reasons.empty()) {
@@ -285,13 +307,10 @@ void release(const std::string& address, const SystemPaths& paths) {
   if (driver != driver_name(UserDriver::Uio) && driver != driver_name(UserDriver::Vfio)) {
     fail(address + " is bound to " + (driver.empty() ? "no driver" : driver) + ", it wasn't given to the tier");
   }
-  const fs::path folder = folder_of(address, paths);
-  const Fd config(open((folder / "config").c_str(), O_RDWR | O_CLOEXEC));
-  if (config.get() < 0) {
-    fail_errno("opening " + (folder / "config").string(), errno, "run it as root");
-  }
-  if (flock(config.get(), LOCK_EX | LOCK_NB) != 0) {
-    fail(address + " is in use by another process: stop that first");
+  bool taken = false;
+  const Fd config = lock_function(address, paths, taken);
+  if (!taken) {
+    fail(address + " isn't released: " + kInUse);
   }
   uint16_t command = 0;
   constexpr off_t kCommandRegister = 4;

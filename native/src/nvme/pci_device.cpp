@@ -148,7 +148,7 @@ void PciDevice::open_vfio() {
   group_ = open(node.c_str(), O_RDWR | O_CLOEXEC);
   if (group_ < 0) {
     fail_errno("opening " + node, errno,
-               errno == EBUSY ? "another process has a device of this IOMMU group" : "give this user access to it");
+               errno == EBUSY ? "a device of this IOMMU group is open already" : "give this user access to it");
   }
   vfio_group_status status{};
   status.argsz = sizeof(status);

@@ -177,6 +177,8 @@ void one_owner(const Context& context) {
   if (child == 0) {
     bool ok = contains(message_of([&] { open_drive(context, "0"); }), "in use by another process");
     ok = contains(message_of([&] { nvme::release(drive.address); }), "in use by another process") && ok;
+    const auto other = context.driver == nvme::UserDriver::Uio ? nvme::UserDriver::Vfio : nvme::UserDriver::Uio;
+    ok = contains(message_of([&] { nvme::bind(drive.address, other); }), "in use by another process") && ok;
     _exit(ok ? 0 : 1);
   }
   int status = -1;

@@ -3,9 +3,9 @@
 //
 // What is refused: a function that isn't an NVMe controller; one whose namespaces or their partitions are mounted (also
 // in another mount namespace), are swap, belong to RAID, LVM or device mapper, back a loop device, or are held open by
-// a process; vfio-pci without an IOMMU group, or with a group that other drivers share. Not seen: a namespace that the
-// kernel itself serves to others (nvmet, iSCSI, NBD servers inside the kernel).
-// The drive's block devices are claimed exclusively while it changes hands, so that nothing can be mounted in between.
+// a process; one that a process drives; vfio-pci without an IOMMU group, or with a group that other drivers share. Not
+// seen: a namespace that the kernel itself serves to others (nvmet, iSCSI, NBD servers inside the kernel). The drive's
+// block devices are claimed exclusively while it changes hands, so that nothing can be mounted in between.
 #pragma once
 
 #include <string>

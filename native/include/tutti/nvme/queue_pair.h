@@ -6,6 +6,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "tutti/host_device.h"
 #include "tutti/nvme/command.h"
@@ -26,6 +27,8 @@ struct QueuePair {
   uint16_t id = 0;
   DataPointer pointer = DataPointer::Prp;
 };
+
+static_assert(std::is_trivially_copyable_v<QueuePair>);  // it is copied to a GPU as it is
 
 // Makes everything written so far visible to the device, then rings.
 TUTTI_HD inline void ring_doorbell(uint32_t* doorbell, uint32_t value) noexcept {

@@ -293,6 +293,9 @@ class MemoryController::Lane {
         if (!of_queue(id)) {
           return false;
         }
+        if (commands_[id].stage == Stage::Waiting || commands_[id].stage == Stage::Copying) {
+          damage_read(commands_[id]);
+        }
         commands_[id].stage = Stage::Dropped;
         free_.push_back(id);
         return true;
@@ -304,7 +307,6 @@ class MemoryController::Lane {
         for (uint32_t tag = engine_->poll(); tag != UINT32_MAX; tag = engine_->poll()) {
           if (drop(tag)) {
             --copying_;
-            damage_read(commands_[tag]);
           } else {
             moved(tag);
           }

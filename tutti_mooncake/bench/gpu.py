@@ -15,6 +15,7 @@ import os
 import random
 import shutil
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 
@@ -25,6 +26,7 @@ from tutti_mooncake import Geometry, LocalStore, StoreConfig, _native
 from tutti_mooncake.bench.report import Report, positive
 from tutti_mooncake.io import executor as executor_module
 from tutti_mooncake.io.device import all_in_memory
+from tutti_mooncake.io.partition import SmPartition
 
 _SLOT_SETS = 8  # objects per thread that the raw contestants cycle through
 
@@ -63,6 +65,7 @@ def run(arguments: argparse.Namespace) -> Report:
         finally:
             shutil.rmtree(root, ignore_errors=True)
     model(arguments, report)
+    interference(arguments, report)
     report.notes.append(f"{torch.cuda.get_device_name()}, driver CUDA {torch.version.cuda}; every read compared")
     return report
 
@@ -100,6 +103,87 @@ def model(arguments: argparse.Namespace, report: Report) -> None:
     finally:
         shutil.rmtree(root, ignore_errors=True)
         executor_module._GPU_LANES, (executor_module._GPU_ISSUERS, executor_module._GPU_MOVERS) = 32, saved
+
+
+class _Layer:
+    """A transformer layer of Llama-3-8B's shape: 2,048 new tokens after a prefix of 16 K, bf16."""
+
+    def __init__(self) -> None:
+        def weight(rows: int, columns: int) -> torch.Tensor:
+            return torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16) * 0.02
+
+        self.hidden = torch.randn(2048, 4096, device="cuda", dtype=torch.bfloat16)
+        self.qkv, self.out, self.up, self.down = weight(4096, 6144), weight(4096, 4096), weight(4096, 28672), weight(14336, 4096)
+        self.keys = torch.randn(1, 8, 16384 + 2048, 128, device="cuda", dtype=torch.bfloat16)
+        self.values = torch.randn_like(self.keys)
+
+    def run(self) -> torch.Tensor:
+        """One pass."""
+        query = (self.hidden @ self.qkv)[:, :4096].view(1, 2048, 32, 128).transpose(1, 2)
+        keys, values = self.keys.repeat_interleave(4, 1), self.values.repeat_interleave(4, 1)
+        attention = torch.nn.functional.scaled_dot_product_attention(query, keys, values)
+        hidden = self.hidden + attention.transpose(1, 2).reshape(2048, 4096) @ self.out
+        gate, up = (hidden @ self.up).chunk(2, 1)
+        return hidden + (torch.nn.functional.silu(gate) * up) @ self.down
+
+    def milliseconds(self, stream: torch.cuda.Stream, passes: int) -> float:
+        """Of one pass, on this stream."""
+        with torch.cuda.stream(stream):
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            self.run()
+            begin.record()
+            for _ in range(passes):
+                self.run()
+            end.record()
+            end.synchronize()
+        return float(begin.elapsed_time(end)) / passes
+
+
+def interference(arguments: argparse.Namespace, report: Report) -> None:
+    """A compute-bound layer on its own SMs, without and with a retrieve that goes on beside it on the other SMs."""
+    whole = _Layer()
+    on_all = [whole.milliseconds(torch.cuda.current_stream(), 20) for _ in range(arguments.rounds)]
+    partition = SmPartition(0, 8)
+    if partition.kind != "green":
+        raise SystemExit(f"bench gpu: no SM partition: {partition.reason}")
+    root = tempfile.mkdtemp(prefix="tutti-bench-", dir=arguments.directory)
+    executor_module._IO_STREAM = partition.io_stream() or 0
+    try:
+        stream = torch.cuda.ExternalStream(partition.compute_stream() or 0)
+        gpu = _Gpu(arguments, root, 64 << 10, partition.io_sms)
+        gpu.store.store(gpu.keys, gpu.from_blocks).wait().raise_for_status()
+        alone, beside, flow = [], [], []
+        for _ in range(arguments.rounds):
+            alone.append(whole.milliseconds(stream, 20))
+            moved, stop = [0], threading.Event()
+
+            def retrieves(moved: list[int] = moved, stop: threading.Event = stop) -> None:
+                while not stop.is_set():
+                    gpu.retrieve()
+                    moved[0] += 1
+
+            reader = threading.Thread(target=retrieves)
+            begin = time.perf_counter()
+            reader.start()
+            time.sleep(0.05)
+            beside.append(whole.milliseconds(stream, 60))
+            stop.set()
+            reader.join()
+            flow.append(moved[0] * gpu.bytes / 1e9 / (time.perf_counter() - begin))
+        gpu.store.close()
+        report.add("layer_slowdown", [100 * (b / a - 1) for a, b in zip(alone, beside, strict=True)], "%", "<= 2")
+        report.add("layer_slowdown_flow_gb_per_s", flow, "GB/s", ">= 25")
+        report.add("layer_124_of_132_sms", [a / b for a, b in zip(alone, on_all, strict=True)], "ratio")
+        report.add("layer_ms_alone", alone, "ms")
+        report.notes.append(
+            f"layer_slowdown: 2,048 tokens after 16 K on {partition.compute_sms} SMs, I/O kernel on the other {partition.io_sms}"
+        )
+    finally:
+        executor_module._IO_STREAM = 0
+        del whole
+        torch.cuda.empty_cache()
+        partition.close()
+        shutil.rmtree(root, ignore_errors=True)
 
 
 class _Gpu:

@@ -28,6 +28,7 @@ _GPU_ISSUERS = 2
 _GPU_MOVERS = 6
 _GPU_LANES = 32  # commands in flight per issuing warp, as far as pinned_bytes allows
 _GPU_IOCBS = 32
+_IO_STREAM = 0  # CUstream that I/O kernels run on; 0 = one of the highest priority, made by each executor
 _TORCH_NAMES = {"fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
 
 
@@ -187,7 +188,7 @@ class Mover:
             self._layout,
             files,
             gpu=gpu,
-            stream=0,
+            stream=_IO_STREAM,
             model=self.executor == "nvme-model",
             prp=settings.nvme_pointers == "prp",
             uring=served_by == "uring",

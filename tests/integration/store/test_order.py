@@ -40,6 +40,8 @@ def test_a_store_does_not_wait_for_an_older_one_that_it_does_not_hang_on(hung: H
 def test_a_store_below_one_that_hangs_ends_at_its_own_deadline(hung: Hung) -> None:
     store, tensors, keys, faults = hung
     older = store.store(keys[:4], range(4), deadline_seconds=60)
+    while faults.injected == 0:  # else the younger one's write may be the one that hangs
+        time.sleep(0.001)
     begin = time.monotonic()
     younger = store.store(keys[4:], range(4, 8), parent=keys[3], deadline_seconds=0.5)
     assert younger.wait(20).statuses.tolist() == [Status.TIMEOUT] * 4

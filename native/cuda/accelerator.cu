@@ -225,9 +225,12 @@ class CudaAccelerator : public Accelerator {
 
   [[nodiscard]] const char* name() const noexcept override { return "cuda"; }
 
-  void pin(void* at, size_t bytes) override {
+  void pin(void* at, size_t bytes, bool read_only) override {
     enter();
-    check(cudaHostRegister(at, bytes, cudaHostRegisterMapped | cudaHostRegisterPortable), "pinning an image");
+    check(
+        cudaHostRegister(
+            at, bytes, cudaHostRegisterMapped | cudaHostRegisterPortable | (read_only ? cudaHostRegisterReadOnly : 0)),
+        "pinning an image");
     pinned_.push_back(at);
   }
   std::unique_ptr<nvme::CopyEngine> copy_engine() override {

@@ -17,6 +17,7 @@
 namespace tutti::gio {
 
 inline constexpr uint32_t kCopyRing = 64;
+inline constexpr uint32_t kCopyUnroll = 4;  // loads of a thread in flight: a 64 KiB object at once
 
 // Two halves of 16 bytes, each read at once and each with the turn in it: a reader knows by the turns that both are
 // new.
@@ -91,8 +92,21 @@ __global__ void __launch_bounds__(1024)
     if (((source | target | bytes) & 15) == 0) {
       const auto* from = reinterpret_cast<const uint4*>(source);
       auto* to = reinterpret_cast<uint4*>(target);
-      for (uint32_t i = threadIdx.x; i < bytes / 16; i += blockDim.x) {
-        to[i] = from[i];
+      const uint32_t words = bytes / 16;
+      for (uint32_t i = threadIdx.x; i < words; i += kCopyUnroll * blockDim.x) {
+        uint4 held[kCopyUnroll];
+#pragma unroll
+        for (uint32_t j = 0; j < kCopyUnroll; ++j) {
+          if (i + j * blockDim.x < words) {
+            held[j] = from[i + j * blockDim.x];
+          }
+        }
+#pragma unroll
+        for (uint32_t j = 0; j < kCopyUnroll; ++j) {
+          if (i + j * blockDim.x < words) {
+            to[i + j * blockDim.x] = held[j];
+          }
+        }
       }
     } else {
       const auto* from = reinterpret_cast<const unsigned char*>(source);

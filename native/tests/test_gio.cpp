@@ -2,6 +2,7 @@
 // end.
 #include <cstring>
 #include <memory>
+#include <thread>
 #include <vector>
 
 #include "check.h"
@@ -249,6 +250,23 @@ void cancelled_contexts_do_nothing() {
   CHECK(rig.wait(iocb).status == static_cast<uint32_t>(Status::Cancelled) && rig.model->commands() == commands);
 }
 
+// An idle warp that left while another still worked would come back only with the next kernel.
+void idle_warps_stay_while_others_work() {
+  Rig rig;
+  rig.store_all();
+  rig.model->add_fault({ModelFaultKind::Delay, 1, UINT64_MAX, 0, 400'000'000});
+  Iocb* first = rig.fill(Direction::Read, 0, 1);
+  rig.queue->issue({&first, 1});
+  const auto until = std::chrono::steady_clock::now() + 100ms;  // far longer than idle warps linger
+  while (std::chrono::steady_clock::now() < until) {
+    std::this_thread::yield();
+  }
+  Iocb* second = rig.fill(Direction::Read, 1, 40);
+  rig.queue->issue({&second, 1});
+  CHECK(rig.wait(first).status == 0 && rig.wait(second).status == 0);
+  CHECK(rig.model->most_in_flight() > 8);  // of one warp
+}
+
 void doorbells_outside_a_queue_are_ignored() {
   std::vector<nvme::SubmissionEntry> sq(8);
   std::vector<nvme::CompletionEntry> cq(8);
@@ -279,6 +297,7 @@ int main() {
   a_full_ring_says_so_and_generations_grow();
   what_a_controller_can_not_do_is_refused();
   cancelled_contexts_do_nothing();
+  idle_warps_stay_while_others_work();
   doorbells_outside_a_queue_are_ignored();
   return 0;
 }

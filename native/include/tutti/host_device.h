@@ -42,6 +42,11 @@ TUTTI_HD inline uint32_t gpu_fetch_add(uint32_t* word, uint32_t value) noexcept 
   asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(word), "r"(value) : "memory");
   return before;
 }
+TUTTI_HD inline uint32_t gpu_load(const uint32_t* word) noexcept {
+  uint32_t value = 0;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
+  return value;
+}
 TUTTI_HD inline uint64_t gpu_load(const uint64_t* word) noexcept {
   uint64_t value = 0;
   asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");
@@ -99,6 +104,7 @@ inline void fence_system() noexcept { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 inline uint32_t gpu_fetch_add(uint32_t* word, uint32_t value) noexcept {
   return __atomic_fetch_add(word, value, __ATOMIC_ACQ_REL);
 }
+inline uint32_t gpu_load(const uint32_t* word) noexcept { return __atomic_load_n(word, __ATOMIC_ACQUIRE); }
 inline uint64_t gpu_load(const uint64_t* word) noexcept { return __atomic_load_n(word, __ATOMIC_ACQUIRE); }
 inline uint32_t block_load(const uint32_t* word) noexcept { return __atomic_load_n(word, __ATOMIC_ACQUIRE); }
 inline void block_store(uint32_t* word, uint32_t value) noexcept { __atomic_store_n(word, value, __ATOMIC_RELEASE); }

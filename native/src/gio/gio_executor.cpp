@@ -78,14 +78,15 @@ void GioExecutor::start_model(const QueueOptions& queue) {
   for (const auto& file : devices_) {
     const auto bytes = static_cast<size_t>(std::max<off_t>(lseek(file.fd, 0, SEEK_END), 0));
     void* at = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file.fd, 0);
-    if (at == MAP_FAILED && errno == EACCES) {  // a read-only store
+    const bool read_only = at == MAP_FAILED && errno == EACCES;
+    if (read_only) {  // of a store that only serves
       at = mmap(nullptr, bytes, PROT_READ, MAP_SHARED, file.fd, 0);
     }
     if (at == MAP_FAILED) {
       throw std::system_error(errno, std::generic_category(), "mapping a device file for the controller model");
     }
     images_.emplace_back(static_cast<unsigned char*>(at), bytes);
-    accelerator_->pin(at, bytes);
+    accelerator_->pin(at, bytes, read_only);
   }
   const uint32_t page = options_.cuda ? kGpuPage : kHostPage;
   for (const auto& [first, last] : ranges()) {

@@ -58,6 +58,7 @@ Queue::Queue(Accelerator& accelerator, const QueueOptions& options) : accelerato
   ring_.done = local<uint32_t>(ring_.depth);
   ring_.first_error = local<uint32_t>(ring_.depth);
   ring_.completion_tail = local<uint32_t>(32);
+  ring_.closing = local<uint32_t>(32);
   ring_.unable = local<uint32_t>(32);
   for (uint32_t id = ring_.depth; id > 0; --id) {
     iocbs_[id - 1].header.id = id - 1;
@@ -182,6 +183,7 @@ void Queue::issue(std::span<Iocb* const> iocbs) {
 
 void Queue::launch() {
   kernel_.number = ++launched_;
+  kernel_.options.kernel = launched_;
   accelerator_.launch(kernel_);
 }
 

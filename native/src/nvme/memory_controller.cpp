@@ -113,6 +113,10 @@ class MemoryController::Lane {
       any = true;
       free_.pop_back();
       owner_.commands_.fetch_add(1, std::memory_order_relaxed);
+      const uint32_t here = owner_.in_flight_.fetch_add(1, std::memory_order_relaxed) + 1;
+      uint32_t most = owner_.most_.load(std::memory_order_relaxed);
+      while (here > most && !owner_.most_.compare_exchange_weak(most, here, std::memory_order_relaxed)) {
+      }
       begin(id);
     }
     return any;
@@ -245,6 +249,7 @@ class MemoryController::Lane {
       std::this_thread::yield();
     }
     ++completed_;
+    owner_.in_flight_.fetch_sub(1, std::memory_order_relaxed);
     free_.push_back(id);
   }
 
@@ -297,6 +302,7 @@ class MemoryController::Lane {
           damage_read(commands_[id]);
         }
         commands_[id].stage = Stage::Dropped;
+        owner_.in_flight_.fetch_sub(1, std::memory_order_relaxed);
         free_.push_back(id);
         return true;
       };

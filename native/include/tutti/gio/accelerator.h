@@ -55,7 +55,7 @@ class Accelerator {
 
   // For the controller model: lets kernels reach memory of this process, and moves data between it and what kernels
   // reach. An engine ends before its accelerator does.
-  virtual void pin(void* at, size_t bytes) = 0;
+  virtual void pin(void* at, size_t bytes, bool read_only) = 0;
   virtual std::unique_ptr<nvme::CopyEngine> copy_engine() = 0;
 };
 

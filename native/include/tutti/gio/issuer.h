@@ -57,7 +57,7 @@ class Issuer {
       if (busy) {
         last_work = now;
         warp_.relax();
-      } else if (now - last_work >= options_.linger_ns) {
+      } else if (now - last_work >= options_.linger_ns && may_leave()) {
         return;
       } else {
         warp_.pause();
@@ -66,6 +66,23 @@ class Issuer {
   }
 
  private:
+  // Warps leave together: one that left while others work would be missed until the whole kernel has ended, as the next
+  // one begins only then. The first that finds nothing outstanding closes the kernel; nobody takes anything more then,
+  // and what the host issues meanwhile is the next kernel's.
+  TUTTI_HD bool may_leave() noexcept {
+    if (closing() || !able_) {
+      return true;
+    }
+    return warp_.once([&] {
+      const uint32_t before = gpu_load(ring_.closing);
+      return static_cast<uint32_t>(gpu_load(ring_.completion_tail) == load_acquire(ring_.submitted_tail) &&
+                                   gpu_compare_exchange(ring_.closing, before, options_.kernel));
+    }) != 0;
+  }
+  TUTTI_HD bool closing() noexcept {
+    return warp_.once([&] { return static_cast<uint32_t>(gpu_load(ring_.closing) == options_.kernel); }) != 0;
+  }
+
   template <typename Predicate>
   TUTTI_HD uint32_t mask(Predicate predicate) noexcept {
     return warp_.ballot([&](uint32_t lane) { return predicate(commands_[lane]); });
@@ -215,7 +232,7 @@ class Issuer {
   TUTTI_HD bool claim() noexcept {
     const uint32_t free =
         warp_.ballot([&](uint32_t lane) { return lane < options_.lanes && commands_[lane].stage == Stage::Free; });
-    if (free == 0 || (!able() && !last_)) {
+    if (free == 0 || (!able() && !last_) || closing()) {
       return false;
     }
     const uint64_t taken = warp_.once([&] { return take(warp_.population(free)); });

@@ -36,7 +36,8 @@ struct RingView {
   uint32_t* done = nullptr;    // [depth]: contexts that have ended, by IOCB id
   uint32_t* first_error = nullptr;
   uint32_t* completion_tail = nullptr;
-  uint32_t* unable = nullptr;  // issuing warps that have found a queue pair of theirs out of use
+  uint32_t* closing = nullptr;  // number of the kernel whose warps leave
+  uint32_t* unable = nullptr;   // issuing warps that have found a queue pair of theirs out of use
 };
 
 // Why a queue pair takes no more commands. The issuing warp asks for quarantine when a command outlasts its time; the
@@ -75,6 +76,7 @@ struct IssueOptions {
   nvme::DataPointer pointer = nvme::DataPointer::Sgl;
   const nvme::P2pRange* ranges = nullptr;  // by registered range; needed without bounce
   uint64_t command_timeout_ns = 0;
+  uint32_t kernel = 0;     // number of the launch, from 1
   uint64_t linger_ns = 0;  // how long an idle warp looks for more work before it leaves
 };
 

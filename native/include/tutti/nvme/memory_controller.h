@@ -53,6 +53,8 @@ class MemoryController : public SoftController {
   void add_fault(const ModelFault& fault);
   void clear_faults();
   [[nodiscard]] uint64_t commands() const noexcept { return commands_.load(std::memory_order_relaxed); }
+  // Most commands that were there and not completed at one time.
+  [[nodiscard]] uint32_t most_in_flight() const noexcept { return most_.load(std::memory_order_relaxed); }
 
   void awake(bool on) override;
   void abort(uint32_t queue) override;
@@ -77,6 +79,7 @@ class MemoryController : public SoftController {
   std::atomic<bool> awake_{false};
   std::atomic<bool> stopping_{false};
   std::atomic<uint64_t> commands_{0};
+  std::atomic<uint32_t> in_flight_{0}, most_{0};
   // Queues to abort, and those that are: a lane moves them from the one to the other.
   std::vector<std::atomic<uint8_t>> aborts_;
   std::vector<std::thread> threads_;

@@ -26,9 +26,16 @@ def hung(stores: Stores) -> Iterator[Hung]:
     faults.release()
 
 
+def until_hung(faults: _native.FaultInjector) -> None:
+    """Waits until the write has begun that hangs: else a younger store's may be the one."""
+    while faults.injected == 0:
+        time.sleep(0.001)
+
+
 def test_a_store_does_not_wait_for_an_older_one_that_it_does_not_hang_on(hung: Hung) -> None:
     store, tensors, keys, faults = hung
     older = store.store(keys, range(8), deadline_seconds=60)
+    until_hung(faults)
     others = chain("other", 8)
     tensors.write(others, first=8)
     assert store.store(others, range(8, 16)).wait(20).statuses.tolist() == [Status.OK] * 8
@@ -40,8 +47,7 @@ def test_a_store_does_not_wait_for_an_older_one_that_it_does_not_hang_on(hung: H
 def test_a_store_below_one_that_hangs_ends_at_its_own_deadline(hung: Hung) -> None:
     store, tensors, keys, faults = hung
     older = store.store(keys[:4], range(4), deadline_seconds=60)
-    while faults.injected == 0:  # else the younger one's write may be the one that hangs
-        time.sleep(0.001)
+    until_hung(faults)
     begin = time.monotonic()
     younger = store.store(keys[4:], range(4, 8), parent=keys[3], deadline_seconds=0.5)
     assert younger.wait(20).statuses.tolist() == [Status.TIMEOUT] * 4

@@ -171,6 +171,7 @@ class CudaAccelerator : public Accelerator {
 
   std::string failure() override {
     idle();
+    const std::lock_guard lock(failure_mutex_);
     return failure_;
   }
 
@@ -190,15 +191,19 @@ class CudaAccelerator : public Accelerator {
     const std::lock_guard lock(marks_mutex_);
     cudaEvent_t event = nullptr;
     if (spare_.empty()) {
-      check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "making an event");
+      if (const cudaError_t error = cudaEventCreateWithFlags(&event, cudaEventDisableTiming); error != cudaSuccess) {
+        remember(error, "making an event");
+        return 0;  // the plan ends with all others, by the failure
+      }
     } else {
       event = spare_.back();
       spare_.pop_back();
     }
-    const cudaError_t error = cudaEventRecord(event, reinterpret_cast<cudaStream_t>(stream));
-    if (error != cudaSuccess) {
+    if (const cudaError_t error = cudaEventRecord(event, reinterpret_cast<cudaStream_t>(stream));
+        error != cudaSuccess) {
       spare_.push_back(event);
-      check(error, "recording an event");
+      remember(error, "recording an event");
+      return 0;
     }
     marks_.emplace(++ticket_, event);
     return ticket_;
@@ -243,6 +248,7 @@ class CudaAccelerator : public Accelerator {
   // The current device is each thread's own.
   void enter() const noexcept { cudaSetDevice(device_); }
   void remember(cudaError_t error, const char* what) {
+    const std::lock_guard lock(failure_mutex_);
     if (failure_.empty()) {
       failure_ = std::string(what) + ": " + cudaGetErrorName(error) + " (" + cudaGetErrorString(error) + ")";
     }
@@ -252,6 +258,7 @@ class CudaAccelerator : public Accelerator {
   cudaStream_t stream_ = nullptr;
   bool own_stream_ = false;
   cudaEvent_t last_ = nullptr;
+  std::mutex failure_mutex_;
   std::string failure_;
   std::vector<void*> local_;
   std::vector<void*> pinned_;

@@ -193,7 +193,7 @@ void Executor::feed() {
       }
       plan = waiting_.front();
     }
-    if (!reached(plan->ticket)) {
+    if (!plan->ended_early() && !reached(plan->ticket)) {
       return;
     }
     if (plan->sums.empty()) {

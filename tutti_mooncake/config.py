@@ -65,7 +65,7 @@ class StoreConfig:
     executor                    auto; for host memory uring or posix; for GPU memory uring-gpu; for tests gio-threads, nvme-model
     lanes                       I/O threads; 0 = by cores
     queue_depth                 operations in flight per lane
-    pinned_bytes                most host memory that the rings and slots of uring-gpu may pin, per GPU
+    pinned_bytes                most host memory that the slots of uring-gpu may pin, per GPU; its rings take a few MiB more
     io_blocks                   thread blocks of the I/O kernel, one per multiprocessor
     nvme_pointers               how NVMe commands name memory: sgl, or prp, which every drive takes
     register_buffers            pin the KV tensors for io_uring once instead of at each operation

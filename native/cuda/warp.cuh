@@ -61,7 +61,7 @@ class CudaWarp {
   static __device__ uint64_t now() noexcept {
     uint64_t value = 0;
     asm volatile("mov.u64 %0, %globaltimer;" : "=l"(value));
-    return value;
+    return __shfl_sync(kAll, value, 0);  // one time for all lanes: they decide alike
   }
   static __device__ void pause() noexcept { __nanosleep(64); }
   static __device__ void relax() noexcept {}

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from tutti_mooncake import _native
-from tutti_mooncake.errors import DeviceUnavailable
+from tutti_mooncake.errors import DeviceUnavailable, TensorError
 from tutti_mooncake.io.device import IN_MEMORY_ALIGNMENT, alignment_of_directory, is_partition
 from tutti_mooncake.io.executor import choose_executor
 
@@ -21,6 +21,7 @@ class ProbeReport:
 
     executor: str
     executor_reason: str
+    gpu: str
     checksum_variant: str
     kernel: str
     locked_memory_bytes: int
@@ -35,6 +36,7 @@ class ProbeReport:
         limit = "unlimited" if self.locked_memory_bytes < 0 else f"{self.locked_memory_bytes} bytes"
         lines = [
             f"executor          {self.executor} ({self.executor_reason})",
+            f"gpu               {self.gpu}",
             f"checksum          multilinear64, {self.checksum_variant}",
             f"kernel            {self.kernel}",
             f"locked memory     {limit}",
@@ -58,7 +60,12 @@ def probe(devices: Sequence[str] = (), executor: str = "auto") -> ProbeReport:
                 found[device] = {"kind": "directory", "direct_io_alignment_bytes": alignments[-1]}
         except DeviceUnavailable as error:
             found[device] = {"error": str(error)}
-    kind, reason = choose_executor(executor, in_memory=bool(alignments) and set(alignments) == {IN_MEMORY_ALIGNMENT})
+    try:
+        in_memory = bool(alignments) and set(alignments) == {IN_MEMORY_ALIGNMENT}
+        kind, reason = choose_executor(executor, in_memory=in_memory, on_gpu=executor == "uring-gpu")
+    except TensorError as error:
+        kind, reason = "none", str(error)
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     limit = -1 if soft == resource.RLIM_INFINITY else soft
-    return ProbeReport(kind, reason, _native.checksum_variant(), platform.release(), limit, found)
+    gpu = _native.probe_cuda() or "can be used: the executor uring-gpu moves KV tensors that are there"
+    return ProbeReport(kind, reason, gpu, _native.checksum_variant(), platform.release(), limit, found)

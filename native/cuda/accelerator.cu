@@ -228,8 +228,6 @@ class CudaAccelerator : public Accelerator {
     return true;
   }
 
-  [[nodiscard]] const char* name() const noexcept override { return "cuda"; }
-
   void pin(void* at, size_t bytes, bool read_only) override {
     enter();
     check(

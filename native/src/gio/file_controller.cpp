@@ -17,6 +17,7 @@ namespace tutti::gio {
 namespace {
 
 constexpr uint32_t kRetries = 64;
+constexpr std::chrono::minutes kLongestSleep{10};
 constexpr uint32_t kSpins = 2000;  // empty looks at the doorbells before the processor is offered to others
 constexpr uint32_t kBatch = 8;     // operations prepared before the kernel is told
 
@@ -263,13 +264,11 @@ FileController::FileController(std::vector<nvme::ServedQueue> queues, FileContro
         }
         started->set_value();
         uint32_t empty = 0;
-        while (!stopping_.load(std::memory_order_acquire) || lane->in_flight()) {
+        while (!stopping() || lane->in_flight()) {
           if (lane->turn()) {
             empty = 0;
-          } else if (!awake_.load(std::memory_order_acquire) && !lane->in_flight()) {
-            if (!wait_awake()) {
-              break;
-            }
+          } else if (!is_awake() && !lane->in_flight()) {
+            wait_awake(kLongestSleep);
           } else if (++empty > kSpins) {
             lane->in_flight() ? lane->wait() : std::this_thread::yield();
           }
@@ -294,32 +293,5 @@ FileController::FileController(std::vector<nvme::ServedQueue> queues, FileContro
 }
 
 FileController::~FileController() { stop(); }
-
-bool FileController::wait_awake() {
-  std::unique_lock lock(mutex_);
-  changed_.wait(lock, [this] { return awake_.load(std::memory_order_acquire) || stopping_.load(); });
-  return !stopping_.load();
-}
-
-void FileController::awake(bool on) {
-  if (awake_.load(std::memory_order_relaxed) == on) {
-    return;
-  }
-  const std::lock_guard lock(mutex_);
-  awake_.store(on, std::memory_order_release);
-  changed_.notify_all();
-}
-
-void FileController::stop() {
-  {
-    const std::lock_guard lock(mutex_);
-    stopping_.store(true, std::memory_order_release);
-    changed_.notify_all();
-  }
-  for (auto& thread : threads_) {
-    thread.join();
-  }
-  threads_.clear();
-}
 
 }  // namespace tutti::gio

@@ -66,7 +66,6 @@ class HostAccelerator : public Accelerator {
   }
   uint64_t mark(uint64_t /*stream*/) override { return 0; }
   bool reached(uint64_t /*ticket*/) override { return true; }
-  [[nodiscard]] const char* name() const noexcept override { return "threads"; }
   void pin(void* /*at*/, size_t /*bytes*/, bool /*read_only*/) override {}
   std::unique_ptr<nvme::CopyEngine> copy_engine() override { return nvme::make_host_copy_engine(); }
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstring>
+#include <deque>
 
 #include "tutti/executor.h"
 
@@ -11,6 +12,7 @@ namespace {
 
 constexpr uint32_t kCommandsAtOnce = 256;  // of one thread
 constexpr uint32_t kSpins = 20000;
+constexpr std::chrono::milliseconds kLongestSleep{100};  // then a look at the queues to abort
 constexpr uint8_t kAbortAsked = 1;
 constexpr uint8_t kAborted = 2;
 
@@ -346,12 +348,11 @@ MemoryController::MemoryController(std::vector<ServedQueue> queues, MemoryContro
     threads_.emplace_back([this, thread] {
       Lane lane(*this, thread);
       uint32_t empty = 0;
-      while (!stopping_.load(std::memory_order_acquire)) {
+      while (!stopping()) {
         if (lane.turn()) {
           empty = 0;
-        } else if (!awake_.load(std::memory_order_acquire) && lane.idle()) {
-          std::unique_lock lock(mutex_);
-          changed_.wait_for(lock, std::chrono::milliseconds(100), [this] { return awake_.load() || stopping_.load(); });
+        } else if (!is_awake() && lane.idle()) {
+          wait_awake(kLongestSleep);
         } else if (++empty > kSpins) {
           std::this_thread::yield();
         }
@@ -386,32 +387,11 @@ ModelFault MemoryController::decide() {
   return {.every = 0};
 }
 
-void MemoryController::awake(bool on) {
-  if (awake_.load(std::memory_order_relaxed) == on) {
-    return;
-  }
-  const std::lock_guard lock(mutex_);
-  awake_.store(on, std::memory_order_release);
-  changed_.notify_all();
-}
-
 void MemoryController::abort(uint32_t queue) {
   aborts_[queue].store(kAbortAsked, std::memory_order_release);
-  while (aborts_[queue].load(std::memory_order_acquire) != kAborted && !stopping_.load()) {
+  while (aborts_[queue].load(std::memory_order_acquire) != kAborted && !stopping()) {
     std::this_thread::yield();
   }
-}
-
-void MemoryController::stop() {
-  {
-    const std::lock_guard lock(mutex_);
-    stopping_.store(true, std::memory_order_release);
-    changed_.notify_all();
-  }
-  for (auto& thread : threads_) {
-    thread.join();
-  }
-  threads_.clear();
 }
 
 }  // namespace tutti::nvme

@@ -51,7 +51,6 @@ class Accelerator {
   // the returned ticket begins only when `reached(ticket)`. 0 = nothing to wait for.
   virtual uint64_t mark(uint64_t stream) = 0;
   virtual bool reached(uint64_t ticket) = 0;
-  virtual const char* name() const noexcept = 0;
 
   // For the controller model: lets kernels reach memory of this process, and moves data between it and what kernels
   // reach. An engine ends before its accelerator does.

@@ -5,11 +5,7 @@
 // Invariants: a command's completion is posted after its I/O has ended; after stop() nothing touches the slots.
 #pragma once
 
-#include <atomic>
-#include <condition_variable>
 #include <cstdint>
-#include <mutex>
-#include <thread>
 #include <vector>
 
 #include "tutti/fault.h"
@@ -33,27 +29,17 @@ class FileController : public nvme::SoftController {
   // `faults` may be null. Starts its threads; throws std::system_error when they can't have what they need.
   FileController(std::vector<nvme::ServedQueue> queues, FileControllerOptions options, FaultInjector* faults);
   ~FileController() override;
-  FileController(const FileController&) = delete;
-  FileController& operator=(const FileController&) = delete;
 
-  void awake(bool on) override;
   // Nothing to wait for: the proxy's I/O goes into slots, never into the engine's memory, and a slot whose command was
   // given up isn't used again.
   void abort(uint32_t /*queue*/) override {}
-  void stop() override;
 
  private:
   class Lane;
-  bool wait_awake();  // false when stopping
 
   const std::vector<nvme::ServedQueue> queues_;
   const FileControllerOptions options_;
   FaultInjector* faults_;
-  mutable std::mutex mutex_;
-  std::condition_variable changed_;
-  std::atomic<bool> awake_{false};
-  std::atomic<bool> stopping_{false};
-  std::vector<std::thread> threads_;
 };
 
 }  // namespace tutti::gio

@@ -73,7 +73,6 @@ class Queue {
   // All bounce slots: for registration with a kernel or a device.
   [[nodiscard]] std::pair<uint64_t, uint64_t> slot_memory() const noexcept { return slot_memory_; }
   [[nodiscard]] uint64_t pinned_bytes() const noexcept { return pinned_bytes_; }
-  [[nodiscard]] const KernelArguments& kernel() const noexcept { return kernel_; }
 
  private:
   template <typename T>

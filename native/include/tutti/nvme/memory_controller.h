@@ -8,12 +8,8 @@
 #pragma once
 
 #include <atomic>
-#include <condition_variable>
 #include <cstdint>
-#include <deque>
 #include <memory>
-#include <mutex>
-#include <thread>
 #include <vector>
 
 #include "tutti/fault.h"
@@ -56,9 +52,7 @@ class MemoryController : public SoftController {
   // Most commands that were there and not completed at one time.
   [[nodiscard]] uint32_t most_in_flight() const noexcept { return most_.load(std::memory_order_relaxed); }
 
-  void awake(bool on) override;
   void abort(uint32_t queue) override;
-  void stop() override;
 
  private:
   class Lane;
@@ -72,17 +66,12 @@ class MemoryController : public SoftController {
   const std::vector<ServedQueue> queues_;
   const MemoryControllerOptions options_;
   FaultInjector* faults_;
-  std::mutex mutex_;
-  std::condition_variable changed_;
   std::vector<Rule> rules_;
   std::atomic<bool> has_rules_{false};
-  std::atomic<bool> awake_{false};
-  std::atomic<bool> stopping_{false};
   std::atomic<uint64_t> commands_{0};
   std::atomic<uint32_t> in_flight_{0}, most_{0};
   // Queues to abort, and those that are: a lane moves them from the one to the other.
   std::vector<std::atomic<uint8_t>> aborts_;
-  std::vector<std::thread> threads_;
 };
 
 }  // namespace tutti::nvme

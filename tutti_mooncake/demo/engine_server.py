@@ -111,6 +111,7 @@ class EngineServer:
             "geometry": asdict(engine_store.geometry),
             "recovered_blocks": engine_store.store.recovery.recovered_blocks,
             "pins_held": connector.pins_held,
+            "steps_under_way": connector.steps_under_way,
             "kv_cache_groups": engine_store.mover.groups,
         }
 

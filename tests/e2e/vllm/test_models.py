@@ -139,6 +139,7 @@ def check_nothing_failed(engine: EngineProcess) -> dict[str, Any]:
     counters = report["counters"]
     assert counters["loads"] == counters["loads_ok"] > 0
     assert (counters["loads_failed"], counters["blocks_store_failed"], counters["store_errors"]) == (0, 0, 0)
+    assert report["steps_under_way"] == 0
     assert (report["pins_held"], report["stats"]["pins"]) == (0, 0)
     return report
 

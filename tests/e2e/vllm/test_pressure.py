@@ -31,5 +31,6 @@ def test_all_requests_finish_and_answer_right_when_memory_is_short(start_engine:
     assert report["counters"]["blocks_loaded"] > 0
     assert report["counters"]["loads_failed"] == 0
     assert report["counters"]["store_errors"] == 0
+    assert report["steps_under_way"] == 0
     assert (report["pins_held"], report["stats"]["pins"]) == (0, 0)
     engine.stop()

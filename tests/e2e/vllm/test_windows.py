@@ -50,6 +50,7 @@ def test_blocks_of_every_kind_of_layer_come_back(start_engine: StartEngine, wind
     check_pressure(engine)
     report = engine.call("report")
     assert (report["counters"]["loads_failed"], report["counters"]["store_errors"]) == (0, 0)
+    assert report["steps_under_way"] == 0
     assert (report["pins_held"], report["stats"]["pins"]) == (0, 0)
     engine.kill()
     engine = start(start_engine, window_model)

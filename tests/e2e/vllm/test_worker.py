@@ -146,6 +146,13 @@ def test_layerwise_load_whose_layers_the_model_did_not_wait_for_is_void(worker: 
     assert worker.take_metadata() is None
 
 
+def test_step_without_tokens_is_answered_although_there_is_nothing_to_say(worker: WorkerHalf) -> None:
+    step(worker, TuttiConnectorMetadata(idle=True))
+    assert worker.take_metadata() is not None, "vLLM would drop an empty answer, and the next one would end the wrong step"
+    step(worker, TuttiConnectorMetadata())
+    assert worker.take_metadata() is None
+
+
 def test_ended_request_keeps_its_blocks_until_its_stores_are_done(worker: WorkerHalf, mover: FakeMover) -> None:
     step(worker, TuttiConnectorMetadata(stores=[store("a", 1)]))
     step(worker, TuttiConnectorMetadata(stores=[store("a", 2, 103, 105)]))

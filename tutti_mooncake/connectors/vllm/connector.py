@@ -131,6 +131,11 @@ class TuttiConnector(KVConnectorBase_V1, SupportsHMA):
         """Pins that the scheduler half will still give back; 0 when no request waits for a load."""
         return self._require_scheduler().pins_held
 
+    @property
+    def steps_under_way(self) -> int:
+        """Steps that the workers have not answered; 0 when the engine is at rest."""
+        return self._require_scheduler().steps_under_way
+
     def settle_stores(self, timeout_seconds: float) -> None:
         """Returns when all stores that workers have ended are committed too, which otherwise happens a moment later and on its own."""
         self._require_scheduler().settle_stores(timeout_seconds)

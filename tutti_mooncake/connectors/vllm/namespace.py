@@ -20,7 +20,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, Slid
 
 from tutti_mooncake import Geometry
 from tutti_mooncake.connectors.vllm.model_identity import model_identity
-from tutti_mooncake.errors import ConfigError, TensorError
+from tutti_mooncake.errors import ConfigError
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -150,9 +150,6 @@ def build_geometry(
     spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
     group_of = {name: index for index, group in enumerate(kv_cache_config.kv_cache_groups) for name in group.layer_names}
     layers = unique_layers(kv_caches, group_of)
-    for layer, tensor in layers.items():
-        if tensor.device.type != "cpu":
-            raise TensorError(f"TuttiConnector moves KV caches in CPU memory; layer {layer} is on {tensor.device}")
     layouts = [
         kv_layout(tensor, kv_cache_config.num_blocks, spec.block_size, spec.num_kv_heads, spec.head_size) for tensor in layers.values()
     ]

@@ -48,6 +48,11 @@ class LoadPolicy:
         self._waiting_blocks = 0
         self._waiting_tokens = 0
 
+    @property
+    def steps_under_way(self) -> int:
+        """Steps that have begun and not ended."""
+        return len(self._steps)
+
     def decide(self, blocks: int, tokens: int, rest: int, *, alone: bool) -> Decision:
         """About a hit of `blocks` with `tokens`, of a request that has `rest` more tokens to compute; `alone`: nobody else is running."""
         if not self.loads.allows():

@@ -89,6 +89,11 @@ class SchedulerHalf:
         return len(self._offers) + len(self._loads)
 
     @property
+    def steps_under_way(self) -> int:
+        """Steps that the workers have not answered."""
+        return self._policy.steps_under_way
+
+    @property
     def has_moves(self) -> bool:
         """Whether steps are needed: for workers in other processes to report, or to let go of held blocks."""
         return self._stores.holds_blocks or (not self._mover.reports_by_itself and self._mover.running > 0)

@@ -99,6 +99,7 @@ class WorkerHalf:
         self._layerwise: list[RunningLoad] = []
         self._waited: set[int] = set()
         self._layers_not_waited = False
+        self._idle = False
         self._stores: list[RunningStore] = []
         self._stores_of: Counter[str] = Counter()
         self._finishing: set[str] = set()
@@ -156,6 +157,7 @@ class WorkerHalf:
     def finished(self, metadata: TuttiConnectorMetadata) -> tuple[set[str], set[str]]:
         """`(sent, received)`: ended requests whose blocks are free, and requests whose load has ended since the last call."""
         self._finishing.update(metadata.finishing)
+        self._idle = metadata.idle
         if not (metadata.idle or self._finishing or self._stores or self._loads or self._layerwise):
             return set(), set()
         if metadata.idle:
@@ -190,9 +192,12 @@ class WorkerHalf:
         return failed
 
     def take_metadata(self) -> TuttiWorkerMetadata | None:
-        """What the scheduler half is to know; `None` when there is nothing."""
+        """What the scheduler half is to know; `None` when there is nothing.
+
+        A step without tokens always has an answer: vLLM drops an empty one there, and the scheduler half counts answers.
+        """
         reports = self._outbox.take()
-        if not reports and not self._layers_not_waited:
+        if not reports and not self._layers_not_waited and not self._idle:
             return None
         metadata = TuttiWorkerMetadata(reports, self._layers_not_waited)
         self._layers_not_waited = False

@@ -30,12 +30,13 @@ struct alignas(32) CopyTask {
   uint32_t turn_again;
 };
 
-inline constexpr uint32_t kCopyBlocks = 4;  // block b does turns b, b + kCopyBlocks, ...
+inline constexpr uint32_t kCopyBlocks = 8;  // block b does turns b, b + kCopyBlocks, ...
 
 struct CopyRing {
   CopyTask tasks[kCopyRing];
-  uint32_t done[32 * kCopyBlocks];  // by block, in cache lines of their own: the turn after its last that has ended
-  uint32_t begun[32];               // number of the launch that runs
+  // By block, in cache lines of their own:
+  uint32_t done[32 * kCopyBlocks];  // the turn after its last that has ended
+  uint32_t left[32 * kCopyBlocks];  // number of the launch whose block has left, or is about to
 };
 
 __global__ void __launch_bounds__(1024)
@@ -43,13 +44,10 @@ __global__ void __launch_bounds__(1024)
   __shared__ CopyTask task;
   __shared__ uint32_t go;
   uint32_t turn = turn_word[blockIdx.x] == 0 ? blockIdx.x : turn_word[blockIdx.x];
-  if (threadIdx.x == 0 && blockIdx.x == 0) {
-    store_release(&ring->begun[0], launch);
-    fence_system();
-  }
   for (;;) {
     if (threadIdx.x == 0) {
       const CopyTask* at = &ring->tasks[turn % kCopyRing];
+      bool leaving = false;
       uint64_t since = 0;
       asm volatile("mov.u64 %0, %globaltimer;" : "=l"(since));
       for (;;) {
@@ -67,15 +65,24 @@ __global__ void __launch_bounds__(1024)
           task.source = static_cast<uint64_t>(low.y) << 32 | low.x;
           task.bytes = low.z;
           task.target = static_cast<uint64_t>(high.y) << 32 | high.x;
+          if (leaving) {
+            store_release(&ring->left[32 * blockIdx.x], 0U);
+          }
           fence_system();
           go = 1;
           break;
         }
         uint64_t now = 0;
         asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
-        if (now - since > linger_ns) {
+        // Whoever leaves says so and looks once more; whoever posts looks whether somebody left. One sees the other.
+        if (leaving) {
           go = 0;
           break;
+        }
+        if (now - since > linger_ns) {
+          leaving = true;
+          store_release(&ring->left[32 * blockIdx.x], launch);
+          fence_system();
         }
       }
     }
@@ -159,9 +166,12 @@ class CudaCopyEngine : public nvme::CopyEngine {
       store_release(&task.turn_again, posted_);
     }
     ends_.push_back({tag, posted_});
-    // A kernel that runs or is still to begin sees the task; one that has left has said so by ending.
     fence_system();
-    if (launched_ == 0 || (load_acquire(&ring_->begun[0]) == launched_ && !running())) {
+    bool left = launched_ == 0;
+    for (uint32_t turn = posted_ - static_cast<uint32_t>(parts.size()); turn != posted_; ++turn) {
+      left = left || has_left(turn);
+    }
+    if (left && !running()) {
       launch();
     }
     return true;
@@ -176,7 +186,7 @@ class CudaCopyEngine : public nvme::CopyEngine {
       ++taken_;
     }
     if (taken_ != ends_.front().second) {
-      if (load_acquire(&ring_->begun[0]) == launched_ && !running()) {  // it left just before the task came
+      if (has_left(taken_) && !running()) {  // it left just before the task came
         launch();
       }
       return UINT32_MAX;
@@ -187,6 +197,8 @@ class CudaCopyEngine : public nvme::CopyEngine {
   }
 
  private:
+  // Whether the block that is to do this turn has left, as far as it has said: asking the driver costs microseconds.
+  bool has_left(uint32_t turn) const { return load_acquire(&ring_->left[32 * (turn % kCopyBlocks)]) == launched_; }
   bool running() {
     cudaSetDevice(device_);
     return cudaStreamQuery(stream_) == cudaErrorNotReady;

@@ -278,6 +278,15 @@ void queue_pairs() {
   CHECK(contains(message_of([&] { controller.delete_queue_pair(9); }), "no queue pair 9"));
   CHECK(contains(message_of([&] { controller.create_queue_pair(65); }), "2 to 64 entries"));
   CHECK(contains(message_of([&] { controller.create_queue_pair(1); }), "2 to 64 entries"));
+  // Whoever still polls a pair that was deleted, or whose controller was stopped, reads memory that is there.
+  controller.delete_queue_pair(3);
+  const nvme::QueuePair deleted = controller.create_queue_pair(8);
+  const nvme::DmaMemory kept = controller.delete_queue_pair(deleted.id);
+  CHECK(kept.at() == reinterpret_cast<uint8_t*>(deleted.sq) && deleted.cq[7].status == 0);
+  const nvme::QueuePair reset = controller.create_queue_pair(8);
+  controller.stop();
+  CHECK(reset.cq[7].status == 0);
+  CHECK(contains(message_of([&] { controller.delete_queue_pair(reset.id); }), "is stopped"));
 }
 
 void memory_and_tables() {

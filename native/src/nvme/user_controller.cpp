@@ -202,7 +202,6 @@ void UserController::stop() {
     (void)port_->reset_function();
   }
   port_->set_bus_master(false);
-  queues_.clear();
 }
 
 void UserController::shut_down() noexcept {
@@ -349,14 +348,19 @@ QueuePair UserController::create_queue_pair(uint32_t entries) {
   return pair;
 }
 
-void UserController::delete_queue_pair(uint16_t id) {
+DmaMemory UserController::delete_queue_pair(uint16_t id) {
+  if (!started_) {
+    fail(port_->name() + " is stopped");
+  }
   const auto found = std::find_if(queues_.begin(), queues_.end(), [id](const auto& queue) { return queue->id == id; });
   if (found == queues_.end()) {
     fail(port_->name() + ": there is no queue pair " + std::to_string(id));
   }
   admin(delete_queue_command(0, true, id), "Delete I/O Submission Queue");
   admin(delete_queue_command(0, false, id), "Delete I/O Completion Queue");
+  DmaMemory memory = std::move((*found)->memory);
   queues_.erase(found);
+  return memory;
 }
 
 // --- SGL ---

@@ -6,11 +6,12 @@
 //
 // Invariants: DMA is switched off until the controller is disabled, so that commands of a former owner can't reach
 // memory that is somebody else's by now; queue memory is zeroed before use (stale phase bits pass for completions) and
-// is freed only after the device confirmed the deletion or the reset; every wait is bounded, by CAP.TO or by the
-// options. A fatal status (CSTS.CFS) or a device that vanished ends a wait at once. Not thread-safe: one thread makes,
-// deletes, starts and stops; queue pairs are driven by a thread each.
-// Source: NVM Express Base 2.0c, 3.5 (initialisation), 3.6 (shutdown), 3.7 (reset); mechanism: SGL where the drive has
-// it, else PRP.
+// is freed only after the device confirmed the deletion or the reset, and never under whoever still polls it: a deleted
+// pair's memory goes to the caller, that of a stopped controller stays until its next start or its end; every wait is
+// bounded, by CAP.TO or by the options. A fatal status (CSTS.CFS) or a device that vanished ends a wait at once. Not
+// thread-safe: one thread makes, deletes, starts and stops; queue pairs are driven by a thread each. Source: NVM
+// Express Base 2.0c, 3.5 (initialisation), 3.6 (shutdown), 3.7 (reset); mechanism: SGL where the drive has it, else
+// PRP.
 #pragma once
 
 #include <chrono>
@@ -45,9 +46,10 @@ class UserController {
 
   // 2 to largest_queue() entries, so entries - 1 commands in flight. Valid until deleted or stopped.
   QueuePair create_queue_pair(uint32_t entries);
-  // Commands still in flight end without a trace. Throws if the controller doesn't confirm; the memory is kept then.
-  void delete_queue_pair(uint16_t id);
-  // Every pair is invalid after it.
+  // Commands still in flight end without a trace. Returns the pair's memory, for those whose threads may still look at
+  // it; else it is dropped at once. Throws if the controller doesn't confirm; the memory is kept then.
+  DmaMemory delete_queue_pair(uint16_t id);
+  // Every pair is invalid after it; their memory stays mapped until start(), or until the controller object goes.
   void stop();
   // Of a stopped controller. Throws if it doesn't come up; it stays stopped then.
   void start();

@@ -239,7 +239,7 @@ void GioExecutor::answer_quarantine() {
     controller_->abort(pair);
     queue_->retire(pair);
     note("a device command outlasted its time: " + std::to_string(queue_->working_pairs()) + " of " +
-         std::to_string(queue_->served().size()) + " queue pairs are left");
+         std::to_string(queue_->pairs()) + " queue pairs are left");
   }
 }
 

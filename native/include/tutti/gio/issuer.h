@@ -5,8 +5,9 @@
 // A read is Ready -> InFlight -> Moving -> Ended, a write Moving -> Ready -> InFlight -> Ended; with `bounce` moving is
 // the copy between slot and engine memory, without it the checksum alone. Invariants: every context taken ends exactly
 // once; an IOCB's completion is posted after all bytes of its contexts are where they belong; a warp leaves with none
-// in flight; a command that outlasts its time ends only when the host has said that no device can touch its memory.
-// Source: Tutti (arXiv 2605.03375), GPU io_uring.
+// in flight; a command that outlasts its time ends only when the host has said that no device can touch its memory, or
+// when the device has answered after all; a doorbell isn't rung any more once quarantine was asked for, so that the
+// host may delete the pair. Source: Tutti (arXiv 2605.03375), GPU io_uring.
 #pragma once
 
 #include "tutti/gio/mover.h"
@@ -151,10 +152,10 @@ class Issuer {
       if (pair >= pairs) {
         return false;
       }
-      const QueuePair& queue = queues_.pairs[pair];
+      const IssuerPair& queue = queues_.pairs[pair];
       const uint32_t at = queue.head + lane % window;
       const uint32_t phase = at >= kQueueEntries ? queue.phase ^ 1 : queue.phase;
-      const uint32_t word = load_acquire(&queue.cq[at % kQueueEntries].status);
+      const uint32_t word = nvme::load_completion(&queue.cq[at % kQueueEntries]);
       found_[lane] = word;
       return (word >> 16 & 1) == phase;
     });
@@ -173,11 +174,13 @@ class Issuer {
         block_store(&shared_.codes[first_job_ + nvme::identifier_of(entry) % kLanes], 1U << 16 | nvme::code_of(entry));
       });
       warp_.single([&] {
-        QueuePair& queue = queues_.pairs[pair];
+        IssuerPair& queue = queues_.pairs[pair];
         const uint32_t head = queue.head + in_order;
         queue.phase ^= head >= kQueueEntries ? 1U : 0U;
         queue.head = head % kQueueEntries;
-        store_release(queue.cq_doorbell, queue.head);
+        if (!broken(pair)) {
+          nvme::ring_doorbell(queue.cq_doorbell, queue.head);
+        }
       });
     }
     const uint64_t now = warp_.now();
@@ -194,21 +197,33 @@ class Issuer {
         if (c.status == Status::Ok && !c.write) {
           begin_move(lane, c);
         } else {
+          // A pair that is being deleted completes what it had with a status of its own.
+          c.status = c.status == Status::Ok || !broken(pair_of(c)) ? c.status : lost(c);
           c.stage = Stage::Ended;
         }
       } else if (c.stage == Stage::InFlight && now >= c.deadline_ns) {
         c.stage = Stage::Quarantined;
-        uint32_t* state = queues_.pairs[c.device % options_.pairs_per_issuer].state;
+        uint32_t* state = queues_.pairs[pair_of(c)].state;
         if (load_acquire(state) == static_cast<uint32_t>(PairState::Working)) {
           store_release(state, static_cast<uint32_t>(PairState::Quarantine));
         }
-      } else if (c.stage == Stage::Quarantined &&
-                 load_acquire(queues_.pairs[c.device % options_.pairs_per_issuer].state) ==
-                     static_cast<uint32_t>(PairState::Retired)) {
-        c.status = Status::Timeout;
+      } else if (broken(pair_of(c)) &&
+                 load_acquire(queues_.pairs[pair_of(c)].state) == static_cast<uint32_t>(PairState::Retired)) {
+        c.status = lost(c);
         c.stage = Stage::Ended;
       }
     });
+    for (uint32_t late = mask([](const Command& c) { return c.stage == Stage::Quarantined; }); late != 0;
+         late &= late - 1) {
+      broken_ |= 1U << warp_.from(warp_.trailing_ones(~late), [&](uint32_t lane) { return pair_of(commands_[lane]); });
+    }
+  }
+
+  TUTTI_HD uint32_t pair_of(const Command& c) const noexcept { return c.device % options_.pairs_per_issuer; }
+  TUTTI_HD bool broken(uint32_t pair) const noexcept { return (broken_ >> pair & 1) != 0; }
+  // How a command ends whose pair was given up: for its own lateness, or for that of another.
+  TUTTI_HD static Status lost(const Command& c) noexcept {
+    return c.stage == Stage::Quarantined ? Status::Timeout : Status::DeviceError;
   }
 
   // --- taking contexts ---
@@ -218,11 +233,11 @@ class Issuer {
     if (!able_) {
       return false;
     }
-    const uint32_t broken = warp_.ballot([&](uint32_t lane) {
+    broken_ |= warp_.ballot([&](uint32_t lane) {
       return lane < options_.pairs_per_issuer &&
              load_acquire(queues_.pairs[lane].state) != static_cast<uint32_t>(PairState::Working);
     });
-    if (broken != 0) {
+    if (broken_ != 0) {
       able_ = false;
       last_ = warp_.once([&] { return gpu_fetch_add(ring_.unable, 1); }) + 1 == options_.issuers;
     }
@@ -313,13 +328,21 @@ class Issuer {
     }
     const uint64_t deadline = warp_.now() + options_.command_timeout_ns;
     for (uint32_t pair = 0; pair < options_.pairs_per_issuer; ++pair) {
-      const uint32_t mine = warp_.ballot([&](uint32_t lane) {
-        return (ready >> lane & 1) != 0 && commands_[lane].device % options_.pairs_per_issuer == pair;
-      });
+      const uint32_t mine =
+          warp_.ballot([&](uint32_t lane) { return (ready >> lane & 1) != 0 && pair_of(commands_[lane]) == pair; });
       if (mine == 0) {
         continue;
       }
-      QueuePair& queue = queues_.pairs[pair];
+      if (broken(pair)) {  // a write that was moved meanwhile
+        warp_.each([&](uint32_t lane) {
+          if ((mine >> lane & 1) != 0) {
+            commands_[lane].status = Status::DeviceError;
+            commands_[lane].stage = Stage::Ended;
+          }
+        });
+        continue;
+      }
+      IssuerPair& queue = queues_.pairs[pair];
       const uint32_t tail = queue.tail;
       warp_.each([&](uint32_t lane) {
         if ((mine >> lane & 1) == 0) {
@@ -327,26 +350,24 @@ class Issuer {
         }
         Command& c = commands_[lane];
         const uint32_t rank = warp_.population(mine & ((1U << lane) - 1));
-        queue.sq[(tail + rank) % kQueueEntries] = nvme::transfer_command(
-            c.write, options_.pointer, static_cast<uint16_t>(lane), c.device + 1U, c.lba >> (options_.block_shift - 9),
-            options_.object_bytes >> options_.block_shift, data_of(lane, c));
+        queue.sq[(tail + rank) % kQueueEntries] =
+            nvme::transfer_command(c.write, queue.pointer, static_cast<uint16_t>(lane), queue.nsid + (c.device - pair),
+                                   c.lba >> (options_.block_shift - 9), options_.object_bytes >> options_.block_shift,
+                                   data_of(queue, lane, c));
         c.stage = Stage::InFlight;
         c.deadline_ns = deadline;
       });
       warp_.single([&] {
         queue.tail = (tail + warp_.population(mine)) % kQueueEntries;
-        store_release(queue.sq_doorbell, queue.tail);
+        nvme::ring_doorbell(queue.sq_doorbell, queue.tail);
       });
     }
   }
 
-  TUTTI_HD nvme::DataDescriptor data_of(uint32_t lane, const Command& c) const noexcept {
-    const nvme::ScratchPage scratch{queues_.scratch.at + static_cast<size_t>(lane) * nvme::kPrpPageBytes / 8,
-                                    queues_.scratch.address + static_cast<uint64_t>(lane) * nvme::kPrpPageBytes};
+  TUTTI_HD nvme::DataDescriptor data_of(const IssuerPair& queue, uint32_t lane, const Command& c) const noexcept {
     const nvme::P2pRange& range = options_.bounce ? *queues_.slot_range : options_.ranges[c.range];
     const uint64_t address = options_.bounce ? slot_of(lane) : c.memory;
-    return options_.pointer == nvme::DataPointer::Sgl ? nvme::sgl_of(range, address, options_.object_bytes, scratch)
-                                                      : nvme::prp_of(range, address, options_.object_bytes, scratch);
+    return nvme::describe(queue, range, address, options_.object_bytes, lane);
   }
 
   // --- ending ---
@@ -409,6 +430,7 @@ class Issuer {
   typename Warp::template PerLane<uint32_t> found_;
   uint32_t cached_position_ = 0;
   uint32_t cached_cell_ = 0;
+  uint32_t broken_ = 0;  // pairs that take no more commands, a bit each; the same in all lanes
   bool able_ = true;
   bool last_ = false;
 };

@@ -30,6 +30,9 @@ struct QueueOptions {
   uint32_t object_bytes = 0;
   uint32_t logical_block_bytes = 512;
   bool bounce = true;
+  // Queue pairs of drives, one per device for each issuer in turn: issuers * pairs_per_issuer. Their memory outlives
+  // the last kernel. Empty: pairs are made here, for software controllers, with `pointer` and namespace device + 1.
+  std::vector<nvme::QueuePair> pairs;
   nvme::DataPointer pointer = nvme::DataPointer::Sgl;
   uint64_t command_timeout_ns = 30'000'000'000;
   uint64_t linger_ns = 50'000;
@@ -41,8 +44,13 @@ class Queue {
   // when memory can't be had.
   Queue(Accelerator& accelerator, const QueueOptions& options);
 
-  // Registered ranges for options.bounce == false, before the first launch: one entry per page.
+  // Registered ranges for options.bounce == false, before the first launch: one entry per page. The entries of the
+  // second form stay the caller's, where the drive can read them.
   void register_range(uint64_t base, uint64_t bytes, uint32_t page_bytes, std::span<const uint64_t> page_addresses);
+  void register_range(const nvme::P2pRange& range);
+  // Where drives see slot_memory(), for options.bounce == true, before the first launch. Software controllers need
+  // none.
+  void register_slots(const nvme::P2pRange& range);
 
   // A free IOCB to fill, or nullptr (EAGAIN).
   Iocb* get_iocb() noexcept;
@@ -63,14 +71,17 @@ class Queue {
   [[nodiscard]] uint32_t launches() const noexcept { return launched_; }
   [[nodiscard]] uint32_t depth() const noexcept { return ring_.depth; }
 
-  // What controllers serve: pairs of issuer i are [i * pairs_per_issuer, (i + 1) * pairs_per_issuer).
+  // Pairs of issuer i are [i * pairs_per_issuer, (i + 1) * pairs_per_issuer).
+  [[nodiscard]] uint32_t pairs() const noexcept { return pairs_; }
+  // What software controllers serve; empty for pairs of drives.
   [[nodiscard]] const std::vector<nvme::ServedQueue>& served() const noexcept { return served_; }
   // Pairs whose issuer waits for the host's word that no device can touch the commands' memory any more.
   [[nodiscard]] std::vector<uint32_t> quarantined() const;
+  // That word, for a quarantined pair or any other: its commands end, and it takes none again.
   void retire(uint32_t pair) noexcept;
   [[nodiscard]] uint32_t working_pairs() const noexcept;
 
-  // All bounce slots: for registration with a kernel or a device.
+  // All bounce slots, first and end, whole pages of 4 KiB: for registration with a kernel or a device.
   [[nodiscard]] std::pair<uint64_t, uint64_t> slot_memory() const noexcept { return slot_memory_; }
   [[nodiscard]] uint64_t pinned_bytes() const noexcept { return pinned_bytes_; }
 
@@ -79,6 +90,12 @@ class Queue {
   T* shared(size_t count);
   template <typename T>
   T* local(size_t count);
+  template <typename T>
+  T* local_copy(std::span<const T> of);
+  void make_ring();
+  std::vector<IssuerPair> drive_pairs();
+  std::vector<IssuerPair> served_pairs();
+  void check_describable(const nvme::P2pRange& range) const;
   void launch();
 
   Accelerator& accelerator_;
@@ -91,7 +108,9 @@ class Queue {
   uint32_t* pair_states_ = nullptr;
   std::vector<nvme::ServedQueue> served_;
   std::vector<nvme::P2pRange> ranges_;
+  nvme::P2pRange* slot_range_ = nullptr;
   std::pair<uint64_t, uint64_t> slot_memory_{0, 0};
+  uint32_t pairs_ = 0;
   std::vector<uint32_t> free_;
   std::vector<Cqe> kept_;  // reaped by wait_cqe for others
   uint32_t position_ = 0;  // next to submit

@@ -10,8 +10,8 @@
 #include <cstdint>
 
 #include "tutti/iocb.h"
-#include "tutti/nvme/command.h"
 #include "tutti/nvme/p2p_table.h"
+#include "tutti/nvme/queue_pair.h"
 
 namespace tutti::gio {
 
@@ -41,15 +41,12 @@ struct RingView {
 };
 
 // Why a queue pair takes no more commands. The issuing warp asks for quarantine when a command outlasts its time; the
-// host answers once no device can touch the commands' memory any more.
+// host answers once no device can touch the commands' memory any more. It may retire a working pair too.
 enum class PairState : uint32_t { Working = 0, Quarantine = 1, Retired = 2 };
 
-// One NVMe queue pair of an issuing warp. The entries and doorbells lie where the controller sees them.
-struct QueuePair {
-  nvme::SubmissionEntry* sq = nullptr;  // [kQueueEntries]
-  nvme::CompletionEntry* cq = nullptr;  // [kQueueEntries]
-  uint32_t* sq_doorbell = nullptr;
-  uint32_t* cq_doorbell = nullptr;
+// One NVMe queue pair of an issuing warp: a drive's own, or one that a software controller serves. It has kQueueEntries
+// entries, and a scratch page for each lane. Device d of pair p has namespace nsid + (d - p).
+struct IssuerPair : nvme::QueuePair {
   uint32_t* state = nullptr;  // PairState, in memory that both sides see
   // The issuer's place in the queues, kept from kernel to kernel.
   uint32_t tail = 0;
@@ -59,21 +56,19 @@ struct QueuePair {
 
 // Everything that one issuing warp owns.
 struct IssuerQueues {
-  QueuePair* pairs = nullptr;      // [pairs_per_issuer], in GPU memory
+  IssuerPair* pairs = nullptr;     // [pairs_per_issuer], in GPU memory
   unsigned char* slots = nullptr;  // [kLanes][object_bytes]: bounce memory that the controller reads and writes
   const nvme::P2pRange* slot_range = nullptr;  // where the controller sees it
-  nvme::ScratchPage scratch;                   // [kLanes] pages, one after the other
 };
 
 struct IssueOptions {
-  uint32_t payload_bytes = 0;     // of an object
-  uint32_t object_bytes = 0;      // padded to the device's logical block
-  uint32_t block_shift = 9;       // log2 of the device's logical block
-  uint32_t issuers = 1;           // issuing warps of the whole kernel
-  uint32_t pairs_per_issuer = 1;  // device d is served by pair d % pairs_per_issuer
-  uint32_t lanes = kLanes;        // commands in flight per issuing warp
-  bool bounce = true;             // data pass through the issuer's slots; else the device moves them itself
-  nvme::DataPointer pointer = nvme::DataPointer::Sgl;
+  uint32_t payload_bytes = 0;              // of an object
+  uint32_t object_bytes = 0;               // padded to the device's logical block
+  uint32_t block_shift = 9;                // log2 of the device's logical block
+  uint32_t issuers = 1;                    // issuing warps of the whole kernel
+  uint32_t pairs_per_issuer = 1;           // device d is served by pair d % pairs_per_issuer
+  uint32_t lanes = kLanes;                 // commands in flight per issuing warp
+  bool bounce = true;                      // data pass through the issuer's slots; else the device moves them itself
   const nvme::P2pRange* ranges = nullptr;  // by registered range; needed without bounce
   uint64_t command_timeout_ns = 0;
   uint32_t kernel = 0;     // number of the launch, from 1

@@ -1,8 +1,10 @@
-// An I/O queue pair: where its parts lie. A CPU thread (queue_issuer.h) or the threads of a GPU drive it; the state of
-// driving (tail, head, phase) belongs to the driver, and starts at tail 0, head 0, phase 1.
+// An I/O queue pair: where its parts lie. A CPU thread (queue_issuer.h) or an issuing warp of the I/O kernel
+// (gio/issuer.h) drives it; the state of driving (tail, head, phase) belongs to the driver, and starts at tail 0,
+// head 0, phase 1.
 //
-// Everything is owned by the controller that made the pair, and stays mapped until the pair is deleted or the
-// controller is stopped. Source: NVM Express Base 2.0c, 3.3; PCIe Transport 1.0c, 3.1.2 (doorbells).
+// Everything is owned by who made the pair: the userspace driver's controller (user_controller.h says how long it
+// lasts), or the ring, for controllers that are software. Source: NVM Express Base 2.0c, 3.3; PCIe
+// Transport 1.0c, 3.1.2 (doorbells).
 #pragma once
 
 #include <cstdint>
@@ -32,15 +34,10 @@ static_assert(std::is_trivially_copyable_v<QueuePair>);  // it is copied to a GP
 
 // Makes everything written so far visible to the device, then rings.
 TUTTI_HD inline void ring_doorbell(uint32_t* doorbell, uint32_t value) noexcept {
-#if defined(__CUDA_ARCH__)
-  fence_system();
-  store_relaxed(doorbell, value);
-#else
-#if defined(__aarch64__)
+#if defined(__aarch64__) && !defined(__CUDA_ARCH__)
   asm volatile("dmb oshst" ::: "memory");  // what C++ orders is ordered among processors, not for devices
 #endif
   store_release(doorbell, value);
-#endif
 }
 
 // The word of a completion that holds its phase. What the device wrote before it is visible after.

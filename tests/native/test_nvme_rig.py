@@ -42,6 +42,23 @@ CASES = [
     "reset_in_flight",
     "timeout_quarantines",
     "killed_in_flight",
+    "ring_bounce_sgl",
+    "ring_bounce_prp",
+    "ring_direct_sgl",
+    "ring_direct_prp",
+    "ring_two_drives_bounce_sgl",
+    "ring_two_drives_bounce_prp",
+    "ring_two_drives_direct_sgl",
+    "ring_two_drives_direct_prp",
+    "ring_two_drives_sgl_and_prp",
+    "ring_peer_to_peer_sgl",
+    "ring_peer_to_peer_prp",
+    "ring_checksum_mismatch",
+    "ring_medium_error",
+    "ring_lost_commands",
+    "ring_too_slow",
+    "ring_reset_in_flight",
+    "ring_mute_drive",
     "release",
     "seen_by_the_kernel",
 ]
@@ -81,7 +98,8 @@ def program() -> Path:
 
 def run_guest(driver: str) -> tuple[dict[str, str], str]:
     """What the guest reported: each case's outcome, and all of its output."""
-    command = [str(ROOT / "scripts" / "rig"), "run", "--nvme-bad", "2048", "--nvme-slow", "20", "--timeout", "200"]
+    command = [str(ROOT / "scripts" / "rig"), "run", "--nvme-size", "128M", "--nvme-bad", "2048", "--nvme-slow", "20"]
+    command += ["--timeout", "200"]
     command += ["--iommu"] if driver == "vfio" else []
     command += ["--", "bash", "-c", IN_THE_GUEST, str(program()), driver]
     ran = subprocess.run(command, capture_output=True, text=True, check=False)

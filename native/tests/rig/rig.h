@@ -54,6 +54,7 @@ struct Case {
 std::vector<Case> transfer_cases();
 std::vector<Case> fault_cases();
 std::vector<Case> lifecycle_cases();
+std::vector<Case> ring_cases();
 void binding_refusals(const Context& context);  // while the kernel has the drives
 
 // A drive opened by the driver under test.

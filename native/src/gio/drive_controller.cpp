@@ -1,0 +1,59 @@
+#include "tutti/gio/drive_controller.h"
+
+#include <stdexcept>
+
+#include "tutti/gio/shared.h"
+
+namespace tutti::gio {
+namespace {
+
+constexpr uint32_t kLargePage = 64 << 10;  // of tables, where the drive sees memory as one run
+
+}  // namespace
+
+DriveController::DriveController(std::vector<std::unique_ptr<nvme::UserController>> drives,
+                                 std::shared_ptr<nvme::DmaSpace> space, uint32_t issuers)
+    : space_(std::move(space)), drives_(std::move(drives)) {
+  for (uint32_t issuer = 0; issuer < issuers; ++issuer) {
+    for (const auto& drive : drives_) {
+      pairs_.push_back(drive->create_queue_pair(kQueueEntries));
+    }
+  }
+}
+
+const nvme::P2pRange& DriveController::map(void* at, uint64_t bytes) { return add(space_->map(at, bytes)); }
+const nvme::P2pRange& DriveController::map_peer(const nvme::PeerWindow& window) {
+  return add(space_->map_peer(window));
+}
+
+const nvme::P2pRange& DriveController::add(nvme::DmaMemory memory) {
+  const nvme::DmaRegion& region = memory.region();
+  const bool large = region.page_bytes % kLargePage == 0 && region.bytes % kLargePage == 0;
+  Mapped mapped;
+  mapped.table = std::make_unique<nvme::MemoryTable>(space_, region,
+                                                     large ? kLargePage : static_cast<uint32_t>(nvme::kBasePageBytes));
+  mapped.memory = std::move(memory);
+  mapped_.push_back(std::move(mapped));
+  return mapped_.back().table->range();
+}
+
+std::vector<uint32_t> DriveController::abort(uint32_t pair) {
+  const uint32_t device = pair % drives();
+  nvme::UserController& drive = *drives_[device];
+  if (drive.health() == nvme::Health::Ready) {
+    try {
+      deleted_.push_back(drive.delete_queue_pair(pairs_[pair].id));
+      return {pair};
+    } catch (const std::runtime_error&) {
+      // It doesn't answer, or not as it should: then none of its pairs is to be trusted.
+    }
+  }
+  drive.stop();
+  std::vector<uint32_t> all;
+  for (uint32_t other = device; other < pairs_.size(); other += drives()) {
+    all.push_back(other);
+  }
+  return all;
+}
+
+}  // namespace tutti::gio

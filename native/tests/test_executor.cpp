@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "check.h"
+#include "nvme_model.h"
 #include "tutti/checksum.h"
 #include "tutti/gio/gio_executor.h"
 #include "tutti/lane_executor.h"
@@ -32,10 +33,11 @@ int scratch_file(uint64_t size) {
   return fd;
 }
 
-enum class Kind { Uring, Posix, GioUring, GioPosix, ModelSgl, ModelPrp };
+enum class Kind { Uring, Posix, GioUring, GioPosix, ModelSgl, ModelPrp, DrivesSgl, DrivesPrp };
+using Drives = std::vector<std::shared_ptr<testing::ModelController>>;
 
 std::unique_ptr<Executor> make(Kind kind, const Layout& layout, std::vector<DeviceFile> files, const SlotTable* table,
-                               FaultInjector* faults) {
+                               FaultInjector* faults, const Drives& models) {
   if (kind == Kind::Uring || kind == Kind::Posix) {
     const auto lanes = kind == Kind::Uring ? ExecutorKind::Uring : ExecutorKind::Posix;
     return std::make_unique<LaneExecutor>(layout, std::move(files), LaneOptions{lanes, 2, 8, 2, true}, table, faults);
@@ -50,6 +52,20 @@ std::unique_ptr<Executor> make(Kind kind, const Layout& layout, std::vector<Devi
   options.queue.issuers_per_block = 2;
   options.queue.movers_per_block = 1;
   options.queue.lanes = 4;
+  if (!models.empty()) {
+    options.queue.command_timeout_ns = 500'000'000;
+    options.drives = [models, kind](uint32_t issuers) {
+      const auto space = nvme::DmaSpace::identity();
+      nvme::ControllerOptions made;
+      made.pages = nvme::PageKind::Base4K;
+      made.allow_sgl = kind == Kind::DrivesSgl;
+      std::vector<std::unique_ptr<nvme::UserController>> drives;
+      for (const auto& model : models) {
+        drives.push_back(std::make_unique<nvme::UserController>(model, space, made));
+      }
+      return std::make_unique<gio::DriveController>(std::move(drives), space, issuers);
+    };
+  }
   return std::make_unique<gio::GioExecutor>(layout, std::move(files), options, table, faults);
 }
 
@@ -59,12 +75,15 @@ struct Bench {
   int buffered = open(("/proc/self/fd/" + std::to_string(table_fd)).c_str(), O_RDWR);
   SlotTable table{buffered, 0, 65536, kSlots, kObjects, 1};
   FaultInjector faults;
+  Drives models;
   std::vector<unsigned char> memory;
   std::unique_ptr<Executor> executor;
 
   explicit Bench(Kind kind, uint64_t skew)
-      : memory(kObjects * kBlocks * kPayload + 4096 + skew),
-        executor(make(kind, Layout{kObjects, 1, 1, 0, kPayload, kPayload, kSlots, {0, 0}}, files(), &table, &faults)) {
+      : models(models_of(kind)),
+        memory(kObjects * kBlocks * kPayload + 4096 + skew),
+        executor(make(kind, Layout{kObjects, 1, 1, 0, kPayload, kPayload, kSlots, {0, 0}}, files(), &table, &faults,
+                      models)) {
     std::vector<TensorRegion> regions;
     for (uint32_t object = 0; object < kObjects; ++object) {
       regions.push_back({reinterpret_cast<uint64_t>(at(object, 0, skew)), kPayload, kBlocks});
@@ -79,6 +98,14 @@ struct Bench {
     }
     close(table_fd);
     close(buffered);
+  }
+  static Drives models_of(Kind kind) {
+    if (kind != Kind::DrivesSgl && kind != Kind::DrivesPrp) {
+      return {};
+    }
+    constexpr uint64_t kDriveBlocks = kSlots * kObjects * kPayload / testing::ModelController::kBlock;
+    return {std::make_shared<testing::ModelController>(kDriveBlocks),
+            std::make_shared<testing::ModelController>(kDriveBlocks)};
   }
   std::vector<DeviceFile> files() const {
     std::vector<DeviceFile> result;
@@ -216,6 +243,28 @@ void a_slot_of_another_generation_is_stale(Bench& bench) {
   CHECK(plan->block_status(0) == Status::Ok && plan->block_status(1) == Status::Stale);
 }
 
+// A block that a drive can't read costs its object's block alone; a drive that hangs ends what it has by the command's
+// time limit, and the plan is drained then.
+void what_drives_do_wrong(Bench& bench) {
+  bench.models[1]->switches.bad_lba = 3 * kPayload / testing::ModelController::kBlock;
+  auto plan = bench.submit(Direction::Read, 10, 32);
+  CHECK(plan->wait(Clock::time_point::max()) && plan->drained());
+  uint32_t bad = 0;
+  for (uint32_t block = 0; block < 10; ++block) {
+    CHECK(plan->block_status(block) == Status::Ok || plan->block_status(block) == Status::DeviceError);
+    bad += plan->block_status(block) == Status::Ok ? 0 : 1;
+  }
+  CHECK(bad == 1 && bench.executor->note().empty());
+  bench.models[1]->switches.bad_lba = UINT64_MAX;
+  bench.models[0]->switches.hold_io = true;
+  plan = bench.submit(Direction::Read, 10, 32, Clock::now() + milliseconds(50));
+  CHECK(plan->wait(Clock::time_point::max()) && !plan->drained());
+  CHECK(plan->wait_drained(Clock::now() + std::chrono::seconds(30)));
+  CHECK(bench.executor->note().find("queue pairs are left") != std::string::npos);
+  bench.models[0]->switches.hold_io = false;
+  CHECK(bench.models[0]->bus_master() && bench.models[0]->function_resets() == 0);  // deleting the pairs was enough
+}
+
 }  // namespace
 
 int main() {
@@ -233,6 +282,14 @@ int main() {
       io_that_never_returns_ends_by_its_deadline(bench);
       a_write_that_is_damaged_on_its_way_is_noticed(bench);
       a_slot_of_another_generation_is_stale(bench);
+    }
+  }
+  for (const Kind kind : {Kind::DrivesSgl, Kind::DrivesPrp}) {
+    for (const uint64_t skew : {uint64_t{0}, uint64_t{64}, uint64_t{1}}) {  // the last only through slots
+      Bench bench(kind, skew);
+      brings_back_what_was_stored(bench);
+      a_slot_of_another_generation_is_stale(bench);
+      what_drives_do_wrong(bench);
     }
   }
   return 0;

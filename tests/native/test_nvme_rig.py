@@ -59,6 +59,9 @@ CASES = [
     "ring_too_slow",
     "ring_reset_in_flight",
     "ring_mute_drive",
+    "executor_on_two_drives",
+    "executor_deadline",
+    "executor_stopped_in_flight",
     "release",
     "seen_by_the_kernel",
 ]

@@ -3,6 +3,7 @@
 #include <stdexcept>
 
 #include "tutti/gio/shared.h"
+#include "tutti/nvme/pci_device.h"
 
 namespace tutti::gio {
 namespace {
@@ -19,6 +20,25 @@ DriveController::DriveController(std::vector<std::unique_ptr<nvme::UserControlle
       pairs_.push_back(drive->create_queue_pair(kQueueEntries));
     }
   }
+}
+
+std::unique_ptr<DriveController> DriveController::open(const std::vector<std::string>& addresses,
+                                                       const nvme::ControllerOptions& options, uint32_t issuers) {
+  if (addresses.empty()) {
+    throw std::runtime_error("no drives were named");
+  }
+  const nvme::UserDriver driver = nvme::user_driver(addresses[0]);
+  const auto space = nvme::dma_space_for(driver);
+  std::vector<std::unique_ptr<nvme::UserController>> drives;
+  for (const auto& address : addresses) {
+    if (nvme::user_driver(address) != driver) {
+      throw std::runtime_error(address + " isn't bound to " + nvme::driver_name(driver) + ", as " + addresses[0] +
+                               " is: drives that share memory share the driver");
+    }
+    drives.push_back(
+        std::make_unique<nvme::UserController>(std::make_shared<nvme::PciDevice>(address, space), space, options));
+  }
+  return std::make_unique<DriveController>(std::move(drives), space, issuers);
 }
 
 const nvme::P2pRange& DriveController::map(void* at, uint64_t bytes) { return add(space_->map(at, bytes)); }

@@ -43,8 +43,11 @@ void GioExecutor::start_workers() {
   queue.pairs_per_issuer = devices_.size() <= kMostPairs ? static_cast<uint32_t>(devices_.size()) : 1;
   queue.bounce = !options_.model;
   queue.pointer = options_.model ? options_.pointer : nvme::DataPointer::Sgl;
-  // Slots within the limit: fewer commands in flight per warp, down to one.
   const uint64_t issuers = uint64_t{queue.blocks} * queue.issuers_per_block;
+  if (options_.drives) {
+    use_drives(queue, static_cast<uint32_t>(issuers));
+  }
+  // Slots within the limit: fewer commands in flight per warp, down to one.
   if (queue.bounce) {
     queue.lanes = static_cast<uint32_t>(
         std::min<uint64_t>(queue.lanes, options_.pinned_bytes / (issuers * layout_.object_bytes)));
@@ -56,8 +59,45 @@ void GioExecutor::start_workers() {
   }
   queue_ = std::make_unique<Queue>(*accelerator_, queue);
   running_.assign(queue_->depth(), nullptr);
-  options_.model ? start_model(queue) : start_files(queue);
+  if (drives_ != nullptr) {
+    map_for_drives();
+  } else {
+    options_.model ? start_model(queue) : start_files(queue);
+  }
   driver_ = std::thread([this] { run(); });
+}
+
+void GioExecutor::use_drives(QueueOptions& queue, uint32_t issuers) {
+  if (options_.cuda) {
+    throw std::runtime_error("drives are driven by threads: their registers aren't mapped for a GPU yet");
+  }
+  drives_ = options_.drives(issuers);
+  if (drives_->drives() != devices_.size()) {
+    throw std::runtime_error(std::to_string(drives_->drives()) + " drives for a layout over " +
+                             std::to_string(devices_.size()) + " devices");
+  }
+  queue.pairs = drives_->pairs();
+  queue.pairs_per_issuer = drives_->drives();
+  queue.logical_block_bytes = drives_->drive(0).name_space().block_bytes;
+  // A drive writes whole objects, at addresses that are multiples of 4; where that would touch what isn't ours, and
+  // where the engine's memory can't be described, data go through slots.
+  const bool whole = layout_.payload_bytes == layout_.object_bytes;
+  queue.bounce = !whole || std::any_of(regions().begin(), regions().end(), [](const TensorRegion& region) {
+    return (region.base | region.stride) % 4 != 0;
+  });
+}
+
+void GioExecutor::map_for_drives() {
+  if (const auto [first, end] = queue_->slot_memory(); end != 0) {
+    queue_->register_slots(drives_->map(reinterpret_cast<void*>(first), end - first));
+    return;
+  }
+  constexpr uint64_t kPage = nvme::kBasePageBytes;
+  for (const auto& [first, last] : ranges()) {
+    const uint64_t base = first / kPage * kPage;
+    const uint64_t bytes = (last - base + kPage - 1) / kPage * kPage;
+    queue_->register_range(drives_->map(reinterpret_cast<void*>(base), bytes));
+  }
 }
 
 void GioExecutor::start_files(const QueueOptions& queue) {
@@ -116,6 +156,7 @@ void GioExecutor::join_workers() {
     note("the I/O kernel did not end within 10 s");
   }
   controller_.reset();
+  drives_.reset();  // before the memory that is mapped for them
   queue_.reset();
   accelerator_.reset();
   for (const auto& [at, bytes] : images_) {
@@ -175,13 +216,17 @@ void GioExecutor::run() {
       if (stopping()) {
         return;
       }
-      controller_->awake(false);
+      if (controller_ != nullptr) {
+        controller_->awake(false);
+      }
       expire_plans();
       wait_for_work(seen);
       last_work = Clock::now();
       continue;
     }
-    controller_->awake(true);
+    if (controller_ != nullptr) {
+      controller_->awake(true);
+    }
     queue_->kick();
     if (any) {
       last_work = now;
@@ -236,8 +281,19 @@ void GioExecutor::cancel_ended() {
 // A command has outlasted its time: its queue is given up, and its plan may end once nothing of it touches memory.
 void GioExecutor::answer_quarantine() {
   for (const uint32_t pair : queue_->quarantined()) {
-    controller_->abort(pair);
-    queue_->retire(pair);
+    if (drives_ != nullptr) {
+      try {
+        for (const uint32_t free : drives_->abort(pair)) {
+          queue_->retire(free);
+        }
+      } catch (const std::runtime_error& error) {  // the memory isn't free: it stays with its plan
+        note(std::string("a drive can't be stopped: ") + error.what());
+        continue;
+      }
+    } else {
+      controller_->abort(pair);
+      queue_->retire(pair);
+    }
     note("a device command outlasted its time: " + std::to_string(queue_->working_pairs()) + " of " +
          std::to_string(queue_->pairs()) + " queue pairs are left");
   }

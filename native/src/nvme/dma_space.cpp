@@ -334,7 +334,8 @@ MemoryTable::MemoryTable(const std::shared_ptr<DmaSpace>& space, const DmaRegion
   }
   const uint64_t pages = memory.bytes / page_bytes;
   const uint64_t bytes = pages * sizeof(DataDescriptor);
-  entries_ = space->allocate(bytes, bytes <= kBasePageBytes ? PageKind::Base4K : PageKind::Huge2M);
+  const bool scattered = space->addressing() == Addressing::Physical && bytes > kBasePageBytes;
+  entries_ = space->allocate(bytes, scattered ? PageKind::Huge2M : PageKind::Base4K);
   if (!entries_.region().contiguous(0, bytes)) {
     fail("the table of " + std::to_string(memory.bytes) + " bytes needs " + std::to_string(bytes) +
          " contiguous bytes, which uio_pci_generic can't promise beyond 2 MiB: register the memory in parts of at "

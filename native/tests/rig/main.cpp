@@ -220,7 +220,7 @@ int main(int argc, char** argv) {
                   }) &&
        ok;
   std::vector<Case> cases;
-  for (const auto& part : {transfer_cases(), fault_cases(), lifecycle_cases(), ring_cases()}) {
+  for (const auto& part : {transfer_cases(), fault_cases(), lifecycle_cases(), ring_cases(), executor_cases()}) {
     cases.insert(cases.end(), part.begin(), part.end());
   }
   std::erase_if(cases, [&](const Case& found) {

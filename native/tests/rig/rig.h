@@ -55,6 +55,7 @@ std::vector<Case> transfer_cases();
 std::vector<Case> fault_cases();
 std::vector<Case> lifecycle_cases();
 std::vector<Case> ring_cases();
+std::vector<Case> executor_cases();
 void binding_refusals(const Context& context);  // while the kernel has the drives
 
 // A drive opened by the driver under test.

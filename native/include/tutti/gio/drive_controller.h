@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <deque>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "tutti/nvme/dma_space.h"
@@ -24,6 +25,10 @@ class DriveController {
   // grant `issuers` queue pairs.
   DriveController(std::vector<std::unique_ptr<nvme::UserController>> drives, std::shared_ptr<nvme::DmaSpace> space,
                   uint32_t issuers);
+
+  // Opens drives that are bound to one of the two drivers, all to the same. Throws std::runtime_error.
+  static std::unique_ptr<DriveController> open(const std::vector<std::string>& addresses,
+                                               const nvme::ControllerOptions& options, uint32_t issuers);
 
   // For QueueOptions::pairs, with pairs_per_issuer = the number of drives.
   [[nodiscard]] const std::vector<nvme::QueuePair>& pairs() const noexcept { return pairs_; }

@@ -5,15 +5,19 @@
 // `uring-gpu`: the kernel's commands are served by a FileController (io_uring or plain calls into pinned slots). The
 // same executor with threads in the place of the GPU (`gio-threads`) moves host tensors: for tests. `nvme-model`: the
 // data go straight between the engine's memory and a model of NVMe controllers whose namespaces are the device files,
-// mapped.
+// mapped. With `drives`, threads write into the queues of NVMe drives of the userspace driver; the device files are not
+// used.
 //
-// Invariants: what the kernel can still touch keeps its plan undrained; when the GPU has failed for good, every plan
-// ends as DeviceError, also those that come after.
+// Invariants: what the kernel or a drive can still touch keeps its plan undrained; when the GPU has failed for good,
+// every plan ends as DeviceError, also those that come after.
 #pragma once
 
+#include <functional>
+#include <memory>
 #include <thread>
 
 #include "tutti/executor.h"
+#include "tutti/gio/drive_controller.h"
 #include "tutti/gio/file_controller.h"
 #include "tutti/gio/queue.h"
 
@@ -25,10 +29,13 @@ struct GioOptions {
   uint64_t stream = 0;                                 // CUstream of the I/O domain; 0 = one of its own
   bool model = false;                                  // commands go to the controller model instead of files
   nvme::DataPointer pointer = nvme::DataPointer::Sgl;  // of the model's commands
-  bool uring = true;                                   // how files are read: io_uring, or plain calls
-  uint32_t threads = 4;                                // that serve files
-  uint32_t depth = 64;                                 // operations in flight per thread
-  uint64_t pinned_bytes = uint64_t{256} << 20;         // most that rings and slots may pin
+  // Gives the drives, one per device, each with a pair for every issuing warp. Called once, by start(); host memory
+  // only.
+  std::function<std::unique_ptr<DriveController>(uint32_t issuers)> drives;
+  bool uring = true;                            // how files are read: io_uring, or plain calls
+  uint32_t threads = 4;                         // that serve files
+  uint32_t depth = 64;                          // operations in flight per thread
+  uint64_t pinned_bytes = uint64_t{256} << 20;  // most that rings and slots may pin
   QueueOptions queue;
 };
 
@@ -57,11 +64,14 @@ class GioExecutor : public Executor {
   void end_iocb(uint32_t id, const Cqe* cqe);
   void start_files(const QueueOptions& queue);
   void start_model(const QueueOptions& queue);
+  void use_drives(QueueOptions& queue, uint32_t issuers);
+  void map_for_drives();
 
   const GioOptions options_;
   std::unique_ptr<Accelerator> accelerator_;
   std::unique_ptr<Queue> queue_;
-  std::unique_ptr<nvme::SoftController> controller_;
+  std::unique_ptr<nvme::SoftController> controller_;  // or
+  std::unique_ptr<DriveController> drives_;
   std::vector<std::pair<unsigned char*, uint64_t>> images_;  // mapped device files, of the model
   std::vector<Iocb*> running_;                               // by id; null when free
   bool broken_ = false;                                      // the GPU is gone for good

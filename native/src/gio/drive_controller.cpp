@@ -1,5 +1,6 @@
 #include "tutti/gio/drive_controller.h"
 
+#include <cstdio>
 #include <stdexcept>
 
 #include "tutti/gio/shared.h"
@@ -64,8 +65,9 @@ std::vector<uint32_t> DriveController::abort(uint32_t pair) {
     try {
       deleted_.push_back(drive.delete_queue_pair(pairs_[pair].id));
       return {pair};
-    } catch (const std::runtime_error&) {
+    } catch (const std::runtime_error& error) {
       // It doesn't answer, or not as it should: then none of its pairs is to be trusted.
+      std::fprintf(stderr, "tutti: a queue pair can't be deleted, so its drive is reset: %s\n", error.what());
     }
   }
   drive.stop();

@@ -107,13 +107,14 @@ void medium_error(const Context& context) {
   CHECK(ring.retired.empty());
 }
 
-// A fresh pair of the drive reads what the kernel has written.
-void works_again(Ring& ring, uint32_t device, const std::string& name) {
+// A fresh pair of the drive reads what the kernel has written. Returns its identifier.
+uint16_t works_again(Ring& ring, uint32_t device, const std::string& name) {
   const auto memory = ring.space->allocate(4096, nvme::PageKind::Base4K);
   const nvme::MemoryTable table(ring.space, memory.region(), 4096);
   nvme::QueueIssuer issuer(ring.drives->drive(device).create_queue_pair(8));
   run_one(issuer, {nvme::kOpRead, 0, 8, &table.range(), table.range().base});
   CHECK(matches(memory.at(), 4096, salt_of(name), 0));
+  return issuer.pair().id;
 }
 
 void everything_ends_at_once(Ring& ring) {
@@ -153,7 +154,7 @@ void lost_commands(const Context& context, uint64_t area) {
   for (uint32_t i = 0; i < kObjects; ++i) {
     CHECK(ring.holds(i));
   }
-  works_again(ring, 0, "rig-nvme-0");  // in the place of the deleted one
+  CHECK(works_again(ring, 0, "rig-nvme-0") == ring.drives->pairs()[0].id);  // in the place of the deleted one
 }
 
 // A drive that is too slow: each warp's pair is deleted, without a reset, and nothing arrives any more. (Deleting a

@@ -53,7 +53,7 @@ std::unique_ptr<Executor> make(Kind kind, const Layout& layout, std::vector<Devi
   options.queue.movers_per_block = 1;
   options.queue.lanes = 4;
   if (!models.empty()) {
-    options.queue.command_timeout_ns = 500'000'000;
+    options.queue.command_timeout_ns = 1'000'000'000;
     options.drives = [models, kind](uint32_t issuers) {
       const auto space = nvme::DmaSpace::identity();
       nvme::ControllerOptions made;

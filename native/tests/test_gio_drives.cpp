@@ -169,7 +169,7 @@ void what_is_stored_comes_back(bool bounce, bool sgl) {
 
 // One drive takes commands and answers none: its pairs are deleted, the other drive's stay.
 void late_commands_cost_their_pairs() {
-  Rig rig({.command_timeout = 400ms});
+  Rig rig({.command_timeout = 1000ms});
   rig.store();
   rig.models[1]->switches.hold_io = true;
   CHECK(rig.run(Direction::Read) != Status::Ok);
@@ -190,7 +190,7 @@ void late_commands_cost_their_pairs() {
 
 // A drive that answers nothing, its admin queue included: reset, and none of its pairs works after one answer.
 void a_mute_drive_is_reset() {
-  Rig rig({.command_timeout = 400ms});
+  Rig rig({.command_timeout = 1000ms});
   rig.store();
   rig.models[0]->switches.hold_io = true;
   rig.models[0]->switches.mute_admin = true;
@@ -203,7 +203,7 @@ void a_mute_drive_is_reset() {
 
 // The answer comes after the deadline, and before the host has done anything: it counts.
 void a_late_answer_counts() {
-  Rig rig({.command_timeout = 300ms});
+  Rig rig({.command_timeout = 1000ms});
   rig.store();
   rig.models[0]->switches.hold_io = true;
   Iocb* const iocb = rig.give(Direction::Read);

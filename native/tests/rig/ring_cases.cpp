@@ -140,7 +140,7 @@ void lost_commands(const Context& context, uint64_t area) {
     sums = whole.sums;
   }
   shape.deaf_pair = 0;
-  shape.command_timeout = std::chrono::milliseconds(1500);
+  shape.command_timeout = std::chrono::milliseconds(2500);
   Ring ring(context, shape);
   ring.sums = sums;
   while (ring.run(Direction::Read, 0, kObjects).status == 0) {  // until the deaf pair's warp takes a part
@@ -163,14 +163,15 @@ void too_slow(const Context& context) {
   Shape shape;
   shape.drives = {"slow"};
   shape.area = 0;
-  shape.command_timeout = std::chrono::milliseconds(150);
+  shape.command_timeout = std::chrono::milliseconds(60);
   Ring ring(context, shape);
   expect_pattern(ring, shape);
-  CHECK(ring.run(Direction::Read, 0, kObjects).status != 0);
-  const uint32_t device_errors = ring.count(Status::DeviceError);
-  CHECK(device_errors >= 1 && ring.count(Status::Ok) + ring.count(Status::Timeout) + device_errors == kObjects);
-  check_pattern(ring, shape);
-  CHECK(ring.retired.size() == kIssuers && ring.queue->working_pairs() == 0);
+  while (ring.queue->working_pairs() != 0) {  // a warp that had nothing late goes on
+    ring.run(Direction::Read, 0, kObjects);
+    CHECK(ring.count(Status::Ok) + ring.count(Status::Timeout) + ring.count(Status::DeviceError) == kObjects);
+    check_pattern(ring, shape);
+  }
+  CHECK(ring.retired.size() == kIssuers);
   CHECK(ring.drives->drive(0).health() == nvme::Health::Ready);
   nothing_arrives(ring);
   everything_ends_at_once(ring);

@@ -121,6 +121,7 @@ def test_failed_writes_are_never_found(faulty: Faulty) -> None:
 
 
 def test_pins_and_blocks_are_given_back_after_all_that(faulty: Faulty) -> None:
+    faulty.engine.call("drain")
     report = faulty.engine.call("report")
     assert report["steps_under_way"] == 0
     assert (report["pins_held"], report["stats"]["pins"], report["stats"]["writing_blocks"]) == (0, 0, 0)

@@ -1,0 +1,250 @@
+"""Time to the first token of a long prompt in a real vLLM: cold, from the engine's own memory, and from a tier below it.
+
+One engine process per tier, all alive at once, so that turns can be taken in random order; each has its share of the accelerator's
+memory. A turn empties the engine's prefix cache and asks again. `over_floor`: ours over the engine's own hit plus the bytes at `--limit`,
+the slower of raw reads and the copy to the engine's memory (`scripts/bench gpu` and `local` measure both). `partial`: prompts of
+`--partial-total` tokens that begin with so many of the longest prompt's; the engine computes the rest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import random
+import shutil
+import statistics
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tutti_mooncake import _native
+from tutti_mooncake.bench.report import Report, positive
+from tutti_mooncake.config import parse_bytes
+from tutti_mooncake.demo.engine_client import EngineFailed, EngineProcess
+from tutti_mooncake.demo.model import prepare_model
+
+OURS = "tutti"
+TIERS = (OURS, "lmcache-disk", "lmcache-dram", "vllm-cpu")
+HBM_TURNS = 5
+SAMPLING = {"ignore_eos": True, "detokenize": False}
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 32000,
+    "max_position_embeddings": 262144,
+    "rope_theta": 500000.0,
+    "hidden_act": "silu",
+    "torch_dtype": "bfloat16",
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+"""A model of the shape of Llama 3 8B. Its weights are vLLM's dummy ones: how long things take doesn't depend on them."""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Options of this benchmark."""
+    parser.add_argument("--directory", default="/dev/shm", help="where pools are made (default: RAM-backed files)")
+    parser.add_argument("--devices", type=positive, default=4, help="files to stripe over")
+    parser.add_argument("--capacity", default="", help="of the pool and of each peer (default: twice the longest prompt)")
+    parser.add_argument("--model", choices=("auto", "llama-8b", "smollm2"), default="auto", help="auto: llama-8b where there is a GPU")
+    parser.add_argument("--tokens", default="", help="lengths of prompts, with commas between (default: 65536,98304; smollm2: 4096)")
+    parser.add_argument("--partial", default="", help="lengths of stored prefixes of a longer prompt, with commas between (default: none)")
+    parser.add_argument("--partial-total", type=positive, default=131072, metavar="TOKENS", help="length of those longer prompts")
+    parser.add_argument("--rounds", type=positive, default=5)
+    parser.add_argument("--tiers", default=OURS, help=f"with commas between, of {', '.join(TIERS)}")
+    parser.add_argument("--limit", type=float, default=0.0, metavar="GB/S", help="raw reads or the copy, whichever is slower")
+    parser.add_argument("--cache", type=Path, metavar="DIR", default=Path(".cache/demo"), help="where smollm2 is, or is made")
+    parser.add_argument("--seed", type=int, default=1)
+
+
+def run(arguments: argparse.Namespace) -> Report:
+    """Starts the engines and runs the rounds."""
+    if importlib.util.find_spec("vllm") is None:
+        raise SystemExit("bench ttft: vLLM is not installed (scripts/setup --with-vllm)")
+    tiers = arguments.tiers.split(",")
+    if OURS not in tiers or not set(tiers) <= set(TIERS):
+        raise SystemExit(f"bench ttft: --tiers must be of {', '.join(TIERS)}, and {OURS} among them")
+    root = Path(tempfile.mkdtemp(prefix="tutti-bench-", dir=arguments.directory))
+    bench = _Ttft(arguments, tiers, root)
+    try:
+        return bench.run()
+    except EngineFailed as error:
+        raise SystemExit(f"bench ttft: {error}") from error
+    finally:
+        for engine in bench.engines.values():
+            engine.kill()
+        shutil.rmtree(root, ignore_errors=True)
+
+
+@dataclass
+class _Times:
+    """Milliseconds until the first token."""
+
+    cold: list[float] = field(default_factory=list)
+    hbm: list[float] = field(default_factory=list)
+    tier: list[float] = field(default_factory=list)
+    bytes: int = 0
+    """That a turn of our tier loads."""
+
+
+class _Ttft:
+    def __init__(self, arguments: argparse.Namespace, tiers: list[str], root: Path) -> None:
+        self.arguments = arguments
+        self.tiers = tiers
+        self.root = root
+        self.gpu = not _native.probe_cuda()
+        self.llama = arguments.model == "llama-8b" or (arguments.model == "auto" and self.gpu)
+        lengths = arguments.tokens or ("65536,98304" if self.llama else "4096")
+        self.lengths = [int(length) for length in lengths.split(",")]
+        token_bytes = 32 * 2 * 8 * 128 * 2 if self.llama else 30 * 2 * 3 * 64 * 4
+        self.partial = [int(length) for length in arguments.partial.split(",") if length]
+        if self.partial and not max(self.partial) <= max(self.lengths) < arguments.partial_total:
+            raise SystemExit("bench ttft: --partial must be at most the longest of --tokens, which is shorter than --partial-total")
+        self.longest = arguments.partial_total if self.partial else max(self.lengths)
+        self.capacity = parse_bytes(arguments.capacity or 2 * sum(self.lengths) * token_bytes + (1 << 28), "--capacity")
+        self.chance = random.Random(arguments.seed)
+        self.engines: dict[str, EngineProcess] = {}
+        self.report = Report("ttft")
+
+    def run(self) -> Report:
+        """All lengths, then the report."""
+        settings = self.settings()
+        for tier in self.tiers:
+            self.start(tier, settings)
+        for tokens in self.lengths:
+            times = {tier: _Times() for tier in self.engines}
+            prompt = self.chance.choices(range(1000, 31000), k=tokens)
+            for tier in self.engines:
+                self.ask(tier, self.chance.choices(range(1000, 31000), k=256))  # the first prompt compiles
+                times[tier].cold.append(self.ask(tier, prompt))
+                times[tier].hbm += [self.ask(tier, prompt) for _ in range(HBM_TURNS)]
+            for round_ in range(self.arguments.rounds):
+                for tier in self.chance.sample(list(self.engines), len(self.engines)):
+                    self.turn(tier, prompt, times[tier])
+                _say(f"{tokens} tokens, round {round_ + 1} of {self.arguments.rounds}")
+            self.add(tokens, times)
+        for stored in self.partial:
+            self.add_partial(stored, prompt)
+        for engine in self.engines.values():
+            engine.kill()  # a peer may hang at its end; nothing of ours is kept
+        return self.report
+
+    def add_partial(self, stored: int, prompt: list[int]) -> None:
+        """Rows of prompts that begin with `stored` tokens of `prompt`."""
+        times = {tier: _Times() for tier in self.engines}
+        for _ in range(self.arguments.rounds):
+            rest = self.chance.choices(range(1000, 31000), k=self.arguments.partial_total - stored)
+            for tier in self.chance.sample(list(self.engines), len(self.engines)):
+                self.turn(tier, prompt[:stored] + rest, times[tier])
+        _say(f"{stored} of {self.arguments.partial_total} tokens stored")
+        for tier, of_tier in times.items():
+            prefix = "" if tier == OURS else f"{tier.replace('-', '_')}_"
+            self.report.add(f"{prefix}partial_ms_{stored // 1024}k", of_tier.tier, "ms")
+            self.add_ratio("partial_vs", f"{stored // 1024}k", tier, times, "<= 1.00" if tier == "lmcache-dram" else "")
+
+    def add_ratio(self, name: str, length: str, tier: str, times: dict[str, _Times], goal: str = "") -> None:
+        """Ours over a peer's, turn by turn."""
+        if tier != OURS:
+            ratios = [ours / theirs for ours, theirs in zip(times[OURS].tier, times[tier].tier, strict=True)]
+            self.report.add(f"{name}_{tier.replace('-', '_')}_{length}", ratios, "ratio", goal)
+
+    def settings(self) -> dict[str, Any]:
+        """What all engines have in common."""
+        if not self.llama:
+            model = prepare_model(self.arguments.cache.resolve(), _say)
+            return {"model": str(model), "max_model_len": self.longest + 256, "max_num_batched_tokens": 1024}
+        folder = self.root / "llama-8b"
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps({**LLAMA, "rms_norm_eps": 1e-5}))
+        return {
+            "model": str(folder),
+            "load_format": "dummy",
+            "skip_tokenizer_init": True,
+            "dtype": "bfloat16",
+            "max_model_len": self.longest + 256,
+            "max_num_batched_tokens": 8192,
+            "gpu_memory_utilization": 0.88 / len(self.tiers),
+        }
+
+    def start(self, tier: str, settings: dict[str, Any]) -> None:
+        """One engine; a peer that doesn't start is left out and noted."""
+        _say(f"starting vLLM: {tier}")
+        folder = self.root / tier
+        devices = [str(folder / str(i)) for i in range(self.arguments.devices)]
+        for device in devices:
+            os.makedirs(device)
+        peers: dict[str, dict[str, Any]] = {
+            "vllm-cpu": {
+                "kv_connector": "OffloadingConnector",
+                "kv_role": "kv_both",
+                "kv_connector_extra_config": {"cpu_bytes_to_use": self.capacity},
+            }
+        }
+        gigabytes = f"{self.capacity / 1024**3:.1f}"
+        environment = {"PYTHONHASHSEED": "0", "LMCACHE_CHUNK_SIZE": "256", "LMCACHE_MAX_LOCAL_CPU_SIZE": gigabytes}
+        if tier.startswith("lmcache"):
+            peers[tier] = {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}
+            environment["LMCACHE_LOCAL_CPU"] = str(tier == "lmcache-dram")
+        if tier == "lmcache-disk":
+            environment |= {"LMCACHE_LOCAL_DISK": f"file://{folder}/", "LMCACHE_MAX_LOCAL_DISK_SIZE": gigabytes}
+        theirs = {} if tier == OURS else {"kv_transfer_config": peers[tier]}
+        try:
+            self.engines[tier] = EngineProcess(
+                {**settings, **theirs}, devices, self.root / f"{tier}.log", str(self.capacity), environment, store={"prewrite": True}
+            )
+        except EngineFailed as error:
+            if tier == OURS:
+                raise
+            self.report.notes.append(f"{tier} failed: {str(error).strip().splitlines()[-1]}")
+
+    def ask(self, tier: str, prompt: list[int]) -> float:
+        """Milliseconds until the first token."""
+        (answer,) = self.engines[tier].call("generate", prompts=[prompt], max_tokens=1, sampling=SAMPLING)
+        return 1e3 * float(answer["ttft_seconds"])
+
+    def turn(self, tier: str, prompt: list[int], times: _Times) -> None:
+        """Asks again with the engine's own cache empty."""
+        if not self.engines[tier].call("reset_prefix_cache"):
+            raise SystemExit(f"bench ttft: {tier} still holds blocks, so that its prefix cache can't be emptied")
+        before = self.loaded(tier)
+        times.tier.append(self.ask(tier, prompt))
+        times.bytes = self.loaded(tier) - before
+        if tier == OURS and not times.bytes:
+            raise SystemExit(f"bench ttft: nothing was loaded: {self.engines[tier].call('report')['counters']}")
+
+    def loaded(self, tier: str) -> int:
+        """Bytes that our tier has loaded so far."""
+        return int(self.engines[tier].call("report")["counters"]["bytes_loaded"]) if tier == OURS else 0
+
+    def add(self, tokens: int, times: dict[str, _Times]) -> None:
+        """Rows of one length."""
+        name = f"{tokens // 1024}k"
+        for tier, of_tier in times.items():
+            prefix = "" if tier == OURS else f"{tier.replace('-', '_')}_"
+            self.report.add(f"{prefix}ttft_ms_{name}", of_tier.tier, "ms")
+            self.report.add(f"{prefix}cold_ms_{name}", of_tier.cold, "ms")
+            self.report.add(f"{prefix}hbm_ms_{name}", of_tier.hbm, "ms")
+            self.add_ratio("vs", name, tier, times)
+        if self.arguments.limit:
+            floor = statistics.median(times[OURS].hbm) + times[OURS].bytes / (1e6 * self.arguments.limit)
+            self.report.add(f"over_floor_{name}", [time / floor for time in times[OURS].tier], "ratio", "<= 1.10")
+        kind = "llama-8b's shape, dummy weights" if self.llama else "smollm2, float32"
+        self.report.notes.append(
+            f"{tokens} tokens of {kind}; {len(self.engines)} engines side by side, pool on {self.arguments.devices} files in "
+            f"{'memory' if str(self.root).startswith('/dev/shm') else self.arguments.directory}"
+        )
+
+
+def _say(text: str) -> None:
+    print(f"[ttft] {text}", file=sys.stderr, flush=True)

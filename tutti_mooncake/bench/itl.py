@@ -10,19 +10,17 @@ after some rounds.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import math
 import os
 import random
 import shutil
 import statistics
-import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from tutti_mooncake.bench.report import Report, positive
+from tutti_mooncake.bench.vllm_engines import Engines, engines
 from tutti_mooncake.demo.engine_client import EngineFailed, EngineProcess
 from tutti_mooncake.demo.model import MODEL_NAME, prepare_model
 
@@ -63,27 +61,18 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> Report:
     """Starts the engines and runs the rounds."""
-    if importlib.util.find_spec("vllm") is None:
-        raise SystemExit("bench itl: vLLM is not installed (scripts/setup --with-vllm)")
-    root = Path(tempfile.mkdtemp(prefix="tutti-bench-", dir=arguments.directory))
-    bench = _Itl(arguments, root)
-    try:
-        return bench.run()
-    except EngineFailed as error:
-        raise SystemExit(f"bench itl: {error}") from error
-    finally:
-        for engine in bench.engines.values():
-            engine.kill()
-        shutil.rmtree(root, ignore_errors=True)
+    with engines("itl", arguments.directory) as side_by_side:
+        return _Itl(arguments, side_by_side).run()
 
 
 class _Itl:
-    def __init__(self, arguments: argparse.Namespace, root: Path) -> None:
+    def __init__(self, arguments: argparse.Namespace, side_by_side: Engines) -> None:
         self.arguments = arguments
-        self.root = root
+        self.root = side_by_side.root
+        self.say = side_by_side.say
+        self.engines = side_by_side.running
         self.chance = random.Random(arguments.seed)
         self.variants = [BASELINE, CONTROL, OURS, PEER]
-        self.engines: dict[str, EngineProcess] = {}
         self.figures: list[dict[str, dict[str, list[float]]]] = []
         """Per set of processes: by figure and variant one value per turn or round."""
         self.idle_seconds: dict[str, list[float]] = {}
@@ -91,7 +80,7 @@ class _Itl:
 
     def run(self) -> Report:
         """All rounds, then the report."""
-        model = prepare_model(self.arguments.cache.resolve(), _say)
+        model = prepare_model(self.arguments.cache.resolve(), self.say)
         for round_ in range(self.arguments.rounds):
             if round_ % self.arguments.fresh_every == 0:
                 self.stop()
@@ -101,7 +90,7 @@ class _Itl:
             for variant, seconds in self.idle_seconds.items():
                 self.add("idle_quiet_ms", variant, 1e3 * statistics.quantiles(seconds, n=4)[0])
             self.idle_seconds.clear()
-            _say(f"round {round_ + 1} of {self.arguments.rounds}")
+            self.say(f"round {round_ + 1} of {self.arguments.rounds}")
         self.stop()
         return self.finish()
 
@@ -122,7 +111,7 @@ class _Itl:
 
     def start(self, variant: str, model: Path) -> None:
         """One engine; a peer that doesn't start is left out and noted."""
-        _say(f"starting vLLM: {variant}")
+        self.say(f"starting vLLM: {variant}")
         settings = {"model": str(model), "block_size": BLOCK_TOKENS, "max_model_len": 2048, "max_num_batched_tokens": 1024}
         others: dict[str, dict[str, Any]] = {BASELINE: {"kv_transfer_config": None}, CONTROL: {"kv_transfer_config": None}}
         folder = self.root / variant
@@ -254,7 +243,3 @@ def _interval(values: list[float]) -> str:
     ordered, half = sorted(values), 0.98 * math.sqrt(len(values))
     low, high = math.floor(len(values) / 2 - half), math.ceil(len(values) / 2 + half)
     return f"{ordered[max(0, low)]:.3f} to {ordered[min(len(values) - 1, high)]:.3f}"
-
-
-def _say(text: str) -> None:
-    print(f"[itl] {text}", file=sys.stderr, flush=True)

@@ -9,20 +9,17 @@ the slower of raw reads and the copy to the engine's memory (`scripts/bench gpu`
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
 import random
-import shutil
 import statistics
-import sys
-import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tutti_mooncake import _native
 from tutti_mooncake.bench.report import Report, positive
+from tutti_mooncake.bench.vllm_engines import Engines, engines
 from tutti_mooncake.config import parse_bytes
 from tutti_mooncake.demo.engine_client import EngineFailed, EngineProcess
 from tutti_mooncake.demo.model import prepare_model
@@ -38,6 +35,7 @@ LLAMA = {
     "intermediate_size": 14336,
     "num_hidden_layers": 32,
     "num_attention_heads": 32,
+    "rms_norm_eps": 1e-5,
     "num_key_value_heads": 8,
     "head_dim": 128,
     "vocab_size": 32000,
@@ -56,7 +54,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Options of this benchmark."""
     parser.add_argument("--directory", default="/dev/shm", help="where pools are made (default: RAM-backed files)")
     parser.add_argument("--devices", type=positive, default=4, help="files to stripe over")
-    parser.add_argument("--capacity", default="", help="of the pool and of each peer (default: twice the longest prompt)")
+    parser.add_argument("--capacity", default="", help="of the pool and of each peer (default: twice all of --tokens)")
     parser.add_argument("--model", choices=("auto", "llama-8b", "smollm2"), default="auto", help="auto: llama-8b where there is a GPU")
     parser.add_argument("--tokens", default="", help="lengths of prompts, with commas between (default: 65536,98304; smollm2: 4096)")
     parser.add_argument("--partial", default="", help="lengths of stored prefixes of a longer prompt, with commas between (default: none)")
@@ -70,21 +68,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> Report:
     """Starts the engines and runs the rounds."""
-    if importlib.util.find_spec("vllm") is None:
-        raise SystemExit("bench ttft: vLLM is not installed (scripts/setup --with-vllm)")
     tiers = arguments.tiers.split(",")
     if OURS not in tiers or not set(tiers) <= set(TIERS):
         raise SystemExit(f"bench ttft: --tiers must be of {', '.join(TIERS)}, and {OURS} among them")
-    root = Path(tempfile.mkdtemp(prefix="tutti-bench-", dir=arguments.directory))
-    bench = _Ttft(arguments, tiers, root)
-    try:
-        return bench.run()
-    except EngineFailed as error:
-        raise SystemExit(f"bench ttft: {error}") from error
-    finally:
-        for engine in bench.engines.values():
-            engine.kill()
-        shutil.rmtree(root, ignore_errors=True)
+    with engines("ttft", arguments.directory) as side_by_side:  # killed at the end, as a peer may hang there; nothing of ours is kept
+        return _Ttft(arguments, tiers, side_by_side).run()
 
 
 @dataclass
@@ -99,22 +87,22 @@ class _Times:
 
 
 class _Ttft:
-    def __init__(self, arguments: argparse.Namespace, tiers: list[str], root: Path) -> None:
+    def __init__(self, arguments: argparse.Namespace, tiers: list[str], side_by_side: Engines) -> None:
         self.arguments = arguments
         self.tiers = tiers
-        self.root = root
-        self.gpu = not _native.probe_cuda()
-        self.llama = arguments.model == "llama-8b" or (arguments.model == "auto" and self.gpu)
+        self.root = side_by_side.root
+        self.say = side_by_side.say
+        self.engines = side_by_side.running
+        self.llama = arguments.model == "llama-8b" or (arguments.model == "auto" and not _native.probe_cuda())
         lengths = arguments.tokens or ("65536,98304" if self.llama else "4096")
-        self.lengths = [int(length) for length in lengths.split(",")]
+        self.lengths = sorted(int(length) for length in lengths.split(","))
         token_bytes = 32 * 2 * 8 * 128 * 2 if self.llama else 30 * 2 * 3 * 64 * 4
         self.partial = [int(length) for length in arguments.partial.split(",") if length]
-        if self.partial and not max(self.partial) <= max(self.lengths) < arguments.partial_total:
+        if self.partial and not max(self.partial) <= self.lengths[-1] < arguments.partial_total:
             raise SystemExit("bench ttft: --partial must be at most the longest of --tokens, which is shorter than --partial-total")
-        self.longest = arguments.partial_total if self.partial else max(self.lengths)
+        self.longest = arguments.partial_total if self.partial else self.lengths[-1]
         self.capacity = parse_bytes(arguments.capacity or 2 * sum(self.lengths) * token_bytes + (1 << 28), "--capacity")
         self.chance = random.Random(arguments.seed)
-        self.engines: dict[str, EngineProcess] = {}
         self.report = Report("ttft")
 
     def run(self) -> Report:
@@ -132,12 +120,10 @@ class _Ttft:
             for round_ in range(self.arguments.rounds):
                 for tier in self.chance.sample(list(self.engines), len(self.engines)):
                     self.turn(tier, prompt, times[tier])
-                _say(f"{tokens} tokens, round {round_ + 1} of {self.arguments.rounds}")
+                self.say(f"{tokens} tokens, round {round_ + 1} of {self.arguments.rounds}")
             self.add(tokens, times)
         for stored in self.partial:
-            self.add_partial(stored, prompt)
-        for engine in self.engines.values():
-            engine.kill()  # a peer may hang at its end; nothing of ours is kept
+            self.add_partial(stored, prompt)  # the longest
         return self.report
 
     def add_partial(self, stored: int, prompt: list[int]) -> None:
@@ -147,9 +133,9 @@ class _Ttft:
             rest = self.chance.choices(range(1000, 31000), k=self.arguments.partial_total - stored)
             for tier in self.chance.sample(list(self.engines), len(self.engines)):
                 self.turn(tier, prompt[:stored] + rest, times[tier])
-        _say(f"{stored} of {self.arguments.partial_total} tokens stored")
+        self.say(f"{stored} of {self.arguments.partial_total} tokens stored")
         for tier, of_tier in times.items():
-            prefix = "" if tier == OURS else f"{tier.replace('-', '_')}_"
+            prefix = _prefix(tier)
             self.report.add(f"{prefix}partial_ms_{stored // 1024}k", of_tier.tier, "ms")
             self.add_ratio("partial_vs", f"{stored // 1024}k", tier, times, "<= 1.00" if tier == "lmcache-dram" else "")
 
@@ -157,16 +143,16 @@ class _Ttft:
         """Ours over a peer's, turn by turn."""
         if tier != OURS:
             ratios = [ours / theirs for ours, theirs in zip(times[OURS].tier, times[tier].tier, strict=True)]
-            self.report.add(f"{name}_{tier.replace('-', '_')}_{length}", ratios, "ratio", goal)
+            self.report.add(f"{name}_{_prefix(tier)}{length}", ratios, "ratio", goal)
 
     def settings(self) -> dict[str, Any]:
         """What all engines have in common."""
         if not self.llama:
-            model = prepare_model(self.arguments.cache.resolve(), _say)
+            model = prepare_model(self.arguments.cache.resolve(), self.say)
             return {"model": str(model), "max_model_len": self.longest + 256, "max_num_batched_tokens": 1024}
         folder = self.root / "llama-8b"
         folder.mkdir()
-        (folder / "config.json").write_text(json.dumps({**LLAMA, "rms_norm_eps": 1e-5}))
+        (folder / "config.json").write_text(json.dumps(LLAMA))
         return {
             "model": str(folder),
             "load_format": "dummy",
@@ -179,29 +165,19 @@ class _Ttft:
 
     def start(self, tier: str, settings: dict[str, Any]) -> None:
         """One engine; a peer that doesn't start is left out and noted."""
-        _say(f"starting vLLM: {tier}")
+        self.say(f"starting vLLM: {tier}")
         folder = self.root / tier
         devices = [str(folder / str(i)) for i in range(self.arguments.devices)]
         for device in devices:
             os.makedirs(device)
-        peers: dict[str, dict[str, Any]] = {
-            "vllm-cpu": {
-                "kv_connector": "OffloadingConnector",
-                "kv_role": "kv_both",
-                "kv_connector_extra_config": {"cpu_bytes_to_use": self.capacity},
-            }
-        }
-        gigabytes = f"{self.capacity / 1024**3:.1f}"
-        environment = {"PYTHONHASHSEED": "0", "LMCACHE_CHUNK_SIZE": "256", "LMCACHE_MAX_LOCAL_CPU_SIZE": gigabytes}
-        if tier.startswith("lmcache"):
-            peers[tier] = {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}
-            environment["LMCACHE_LOCAL_CPU"] = str(tier == "lmcache-dram")
-        if tier == "lmcache-disk":
-            environment |= {"LMCACHE_LOCAL_DISK": f"file://{folder}/", "LMCACHE_MAX_LOCAL_DISK_SIZE": gigabytes}
-        theirs = {} if tier == OURS else {"kv_transfer_config": peers[tier]}
+        environment = {"PYTHONHASHSEED": "0"}
+        if tier != OURS:
+            connector, theirs = _peer(tier, folder, self.capacity)
+            settings = {**settings, "kv_transfer_config": connector}
+            environment |= theirs
         try:
             self.engines[tier] = EngineProcess(
-                {**settings, **theirs}, devices, self.root / f"{tier}.log", str(self.capacity), environment, store={"prewrite": True}
+                settings, devices, self.root / f"{tier}.log", str(self.capacity), environment, store={"prewrite": True}
             )
         except EngineFailed as error:
             if tier == OURS:
@@ -231,7 +207,7 @@ class _Ttft:
         """Rows of one length."""
         name = f"{tokens // 1024}k"
         for tier, of_tier in times.items():
-            prefix = "" if tier == OURS else f"{tier.replace('-', '_')}_"
+            prefix = _prefix(tier)
             self.report.add(f"{prefix}ttft_ms_{name}", of_tier.tier, "ms")
             self.report.add(f"{prefix}cold_ms_{name}", of_tier.cold, "ms")
             self.report.add(f"{prefix}hbm_ms_{name}", of_tier.hbm, "ms")
@@ -246,5 +222,25 @@ class _Ttft:
         )
 
 
-def _say(text: str) -> None:
-    print(f"[ttft] {text}", file=sys.stderr, flush=True)
+def _prefix(tier: str) -> str:
+    """Of the names of a tier's figures."""
+    return "" if tier == OURS else f"{tier.replace('-', '_')}_"
+
+
+def _peer(tier: str, folder: Path, capacity: int) -> tuple[dict[str, Any], dict[str, str]]:
+    """A peer's `kv_transfer_config`, and what it takes from the environment."""
+    if tier == "vllm-cpu":
+        return {
+            "kv_connector": "OffloadingConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"cpu_bytes_to_use": capacity},
+        }, {}
+    gigabytes = f"{capacity / 1024**3:.1f}"
+    environment = {
+        "LMCACHE_CHUNK_SIZE": "256",
+        "LMCACHE_MAX_LOCAL_CPU_SIZE": gigabytes,
+        "LMCACHE_LOCAL_CPU": str(tier == "lmcache-dram"),
+    }
+    if tier == "lmcache-disk":
+        environment |= {"LMCACHE_LOCAL_DISK": f"file://{folder}/", "LMCACHE_MAX_LOCAL_DISK_SIZE": gigabytes}
+    return {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}, environment

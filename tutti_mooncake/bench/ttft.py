@@ -1,9 +1,11 @@
 """Time to the first token of a long prompt in a real vLLM: cold, from the engine's own memory, and from a tier below it.
 
 One engine process per tier, all alive at once, so that turns can be taken in random order; each has its share of the accelerator's
-memory. A turn empties the engine's prefix cache and asks again. `over_floor`: ours over the engine's own hit plus the bytes at `--limit`,
-the slower of raw reads and the copy to the engine's memory (`scripts/bench gpu` and `local` measure both). `partial`: prompts of
-`--partial-total` tokens that begin with so many of the longest prompt's; the engine computes the rest.
+memory. A turn empties the engine's prefix cache, overwrites its KV memory with zeros and asks again: what a tier doesn't bring, or brings
+too late, shows in `logprob_difference`, of the first token from that of the engine's own hit. `over_floor`: ours over the engine's own hit
+plus the bytes at `--limit`, the slower of raw reads and the copy to the engine's memory (`scripts/bench gpu` and `local` measure both).
+`partial`: prompts of `--partial-total` tokens that begin with so many of the longest prompt's; the engine computes the rest.
+`tutti-layerwise` is our tier with vLLM's synchronous scheduler, where it computes while later layers are on their way.
 """
 
 from __future__ import annotations
@@ -25,9 +27,10 @@ from tutti_mooncake.demo.engine_client import EngineFailed, EngineProcess
 from tutti_mooncake.demo.model import prepare_model
 
 OURS = "tutti"
-TIERS = (OURS, "lmcache-disk", "lmcache-dram", "vllm-cpu")
+LAYERWISE = "tutti-layerwise"
+TIERS = (OURS, LAYERWISE, "lmcache-disk", "lmcache-dram", "vllm-cpu")
 HBM_TURNS = 5
-SAMPLING = {"ignore_eos": True, "detokenize": False}
+SAMPLING = {"ignore_eos": True, "detokenize": False, "logprobs": 1}
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -84,6 +87,14 @@ class _Times:
     tier: list[float] = field(default_factory=list)
     bytes: int = 0
     """That a turn of our tier loads."""
+    load: list[float] = field(default_factory=list)
+    """That our tier takes to load them, of `tier`."""
+    cached: list[float] = field(default_factory=list)
+    """Tokens that the engine didn't compute in a turn, as it says itself: a tier that finds less isn't faster."""
+    hit: float = 0.0
+    """Logarithm of the probability of the first token, by the engine's own hit."""
+    differences: list[float] = field(default_factory=list)
+    """From it, in each turn."""
 
 
 class _Ttft:
@@ -113,16 +124,19 @@ class _Ttft:
         for tokens in self.lengths:
             times = {tier: _Times() for tier in self.engines}
             prompt = self.chance.choices(range(1000, 31000), k=tokens)
-            for tier in self.engines:
+            for tier, of_tier in times.items():
                 self.ask(tier, self.chance.choices(range(1000, 31000), k=256))  # the first prompt compiles
-                times[tier].cold.append(self.ask(tier, prompt))
-                times[tier].hbm += [self.ask(tier, prompt) for _ in range(HBM_TURNS)]
+                of_tier.cold.append(_milliseconds(self.ask(tier, prompt)))
+                for _ in range(HBM_TURNS):
+                    answer = self.ask(tier, prompt)
+                    of_tier.hbm.append(_milliseconds(answer))
+                    of_tier.hit = answer["logprobs"][0]
             for round_ in range(self.arguments.rounds):
                 for tier in self.chance.sample(list(self.engines), len(self.engines)):
                     self.turn(tier, prompt, times[tier])
                 self.say(f"{tokens} tokens, round {round_ + 1} of {self.arguments.rounds}")
             self.add(tokens, times)
-        for stored in self.partial:
+        for stored in sorted(self.partial, reverse=True):  # what a shorter one doesn't touch, its stores may evict
             self.add_partial(stored, prompt)  # the longest
         return self.report
 
@@ -137,6 +151,7 @@ class _Ttft:
         for tier, of_tier in times.items():
             prefix = _prefix(tier)
             self.report.add(f"{prefix}partial_ms_{stored // 1024}k", of_tier.tier, "ms")
+            self.report.add(f"{prefix}partial_cached_tokens_{stored // 1024}k", of_tier.cached, "tokens")
             self.add_ratio("partial_vs", f"{stored // 1024}k", tier, times, "<= 1.00" if tier == "lmcache-dram" else "")
 
     def add_ratio(self, name: str, length: str, tier: str, times: dict[str, _Times], goal: str = "") -> None:
@@ -171,7 +186,9 @@ class _Ttft:
         for device in devices:
             os.makedirs(device)
         environment = {"PYTHONHASHSEED": "0"}
-        if tier != OURS:
+        if tier == LAYERWISE:
+            settings = {**settings, "async_scheduling": False}
+        elif tier != OURS:
             connector, theirs = _peer(tier, folder, self.capacity)
             settings = {**settings, "kv_transfer_config": connector}
             environment |= theirs
@@ -180,28 +197,38 @@ class _Ttft:
                 settings, devices, self.root / f"{tier}.log", str(self.capacity), environment, store={"prewrite": True}
             )
         except EngineFailed as error:
-            if tier == OURS:
+            if tier in (OURS, LAYERWISE):
                 raise
             self.report.notes.append(f"{tier} failed: {str(error).strip().splitlines()[-1]}")
 
-    def ask(self, tier: str, prompt: list[int]) -> float:
-        """Milliseconds until the first token."""
+    def ask(self, tier: str, prompt: list[int]) -> dict[str, Any]:
+        """The engine's answer, of one token."""
         (answer,) = self.engines[tier].call("generate", prompts=[prompt], max_tokens=1, sampling=SAMPLING)
-        return 1e3 * float(answer["ttft_seconds"])
+        return dict(answer)
 
     def turn(self, tier: str, prompt: list[int], times: _Times) -> None:
         """Asks again with the engine's own cache empty."""
         if not self.engines[tier].call("reset_prefix_cache"):
             raise SystemExit(f"bench ttft: {tier} still holds blocks, so that its prefix cache can't be emptied")
-        before = self.loaded(tier)
-        times.tier.append(self.ask(tier, prompt))
-        times.bytes = self.loaded(tier) - before
-        if tier == OURS and not times.bytes:
-            raise SystemExit(f"bench ttft: nothing was loaded: {self.engines[tier].call('report')['counters']}")
+        self.engines[tier].call("overwrite_kv_memory")
+        bytes_before, seconds_before = self.loaded(tier)
+        answer = self.ask(tier, prompt)
+        bytes_after, seconds_after = self.loaded(tier)
+        times.tier.append(_milliseconds(answer))
+        times.cached.append(float(answer["cached_tokens"]))
+        times.differences.append(abs(answer["logprobs"][0] - times.hit))
+        if tier in (OURS, LAYERWISE):
+            times.load.append(1e3 * (seconds_after - seconds_before))
+            times.bytes = bytes_after - bytes_before
+            if not times.bytes:
+                raise SystemExit(f"bench ttft: nothing was loaded: {self.engines[tier].call('report')['counters']}")
 
-    def loaded(self, tier: str) -> int:
-        """Bytes that our tier has loaded so far."""
-        return int(self.engines[tier].call("report")["counters"]["bytes_loaded"]) if tier == OURS else 0
+    def loaded(self, tier: str) -> tuple[int, float]:
+        """Bytes that a tier of ours has loaded so far, and how many seconds that took."""
+        if tier not in (OURS, LAYERWISE):
+            return 0, 0.0
+        counters = self.engines[tier].call("report")["counters"]
+        return int(counters["bytes_loaded"]), float(counters["load_seconds"])
 
     def add(self, tokens: int, times: dict[str, _Times]) -> None:
         """Rows of one length."""
@@ -209,17 +236,27 @@ class _Ttft:
         for tier, of_tier in times.items():
             prefix = _prefix(tier)
             self.report.add(f"{prefix}ttft_ms_{name}", of_tier.tier, "ms")
+            self.report.add(f"{prefix}cached_tokens_{name}", of_tier.cached, "tokens")
             self.report.add(f"{prefix}cold_ms_{name}", of_tier.cold, "ms")
             self.report.add(f"{prefix}hbm_ms_{name}", of_tier.hbm, "ms")
+            self.report.add(f"{prefix}logprob_difference_{name}", of_tier.differences, "nats")
             self.add_ratio("vs", name, tier, times)
-        if self.arguments.limit:
-            floor = statistics.median(times[OURS].hbm) + times[OURS].bytes / (1e6 * self.arguments.limit)
-            self.report.add(f"over_floor_{name}", [time / floor for time in times[OURS].tier], "ratio", "<= 1.10")
+            if of_tier.load:
+                self.report.add(f"{prefix}load_ms_{name}", of_tier.load, "ms")
+                self.report.add(f"{prefix}load_gb_per_s_{name}", [of_tier.bytes / (1e6 * load) for load in of_tier.load], "GB/s")
+            if of_tier.load and self.arguments.limit:
+                floor = statistics.median(of_tier.hbm) + of_tier.bytes / (1e6 * self.arguments.limit)
+                self.report.add(f"{prefix}over_floor_{name}", [time / floor for time in of_tier.tier], "ratio", "<= 1.10")
         kind = "llama-8b's shape, dummy weights" if self.llama else "smollm2, float32"
         self.report.notes.append(
             f"{tokens} tokens of {kind}; {len(self.engines)} engines side by side, pool on {self.arguments.devices} files in "
             f"{'memory' if str(self.root).startswith('/dev/shm') else self.arguments.directory}"
         )
+
+
+def _milliseconds(answer: dict[str, Any]) -> float:
+    """Until the first token."""
+    return 1e3 * float(answer["ttft_seconds"])
 
 
 def _prefix(tier: str) -> str:

@@ -86,6 +86,10 @@ class EngineServer:
         self.drain()
         return bool(self._engine.reset_prefix_cache(reset_connector=True))
 
+    def overwrite_kv_memory(self) -> None:
+        """Zeros in the engine's KV tensors: what is right afterwards was computed or loaded afterwards. For an engine that is idle."""
+        self._engine.collective_rpc(_overwrite_kv)
+
     def last_request_id(self) -> str:
         """The id of the request added last."""
         return str(self._next_id - 1)
@@ -175,7 +179,7 @@ class EngineServer:
                     answer.setdefault("more_samples", {})[completion.index] = list(completion.token_ids)
                     continue
                 answer.setdefault("ttft_seconds", time.perf_counter() - begin)
-                answer |= {"token_ids": list(completion.token_ids), "text": completion.text}
+                answer |= {"token_ids": list(completion.token_ids), "text": completion.text, "cached_tokens": output.num_cached_tokens}
                 answer["finish_reason"] = completion.finish_reason
                 if completion.logprobs:
                     answer["logprobs"] = [
@@ -202,6 +206,11 @@ def serve(lines: IO[str], answers: IO[str], kind: type[EngineServer] = EngineSer
             _answer(answers, {"error": traceback.format_exc()})
         if name == "shutdown":
             return
+
+
+def _overwrite_kv(worker: Any) -> None:
+    for tensor in worker.model_runner.kv_caches:
+        tensor.zero_()
 
 
 def _image(path: str) -> Any:

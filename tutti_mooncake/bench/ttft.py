@@ -1,9 +1,11 @@
 """Time to the first token of a long prompt in a real vLLM: cold, from the engine's own memory, and from a tier below it.
 
 One engine process per tier, all alive at once, so that turns can be taken in random order; each has its share of the accelerator's
-memory. A turn empties the engine's prefix cache, overwrites its KV memory with zeros and asks again: what a tier doesn't bring, or brings
-too late, shows in `logprob_difference`, of the first token from that of the engine's own hit. `over_floor`: ours over the engine's own hit
-plus the bytes at `--limit`, the slower of raw reads and the copy to the engine's memory (`scripts/bench gpu` and `local` measure both).
+memory. A turn empties the engine's prefix cache, overwrites its KV memory with zeros and asks again. What a tier doesn't bring is missing
+in `kv_written`, the elements of KV memory that aren't zero afterwards over those after computing; what comes too late shows in
+`logprob_difference`, of the first token from that of the engine's own hit (little, with dummy weights). `over_floor`: ours over the
+engine's own hit plus the bytes at `--limit`, the slower of raw reads and the copy to the engine's memory (`scripts/bench gpu` and `local`
+measure both).
 `partial`: prompts of `--partial-total` tokens that begin with so many of the longest prompt's; the engine computes the rest.
 `tutti-layerwise` is our tier with vLLM's synchronous scheduler, where it computes while later layers are on their way.
 """
@@ -91,6 +93,10 @@ class _Times:
     """That our tier takes to load them, of `tier`."""
     cached: list[float] = field(default_factory=list)
     """Tokens that the engine didn't compute in a turn, as it says itself: a tier that finds less isn't faster."""
+    whole: int = 0
+    """Elements of KV memory that aren't zero after computing the prompt."""
+    written: list[float] = field(default_factory=list)
+    """Over them, in each turn."""
     hit: float = 0.0
     """Logarithm of the probability of the first token, by the engine's own hit."""
     differences: list[float] = field(default_factory=list)
@@ -126,7 +132,9 @@ class _Ttft:
             prompt = self.chance.choices(range(1000, 31000), k=tokens)
             for tier, of_tier in times.items():
                 self.ask(tier, self.chance.choices(range(1000, 31000), k=256))  # the first prompt compiles
+                self.empty(tier)
                 of_tier.cold.append(_milliseconds(self.ask(tier, prompt)))
+                of_tier.whole = self.engines[tier].call("kv_memory_written")
                 for _ in range(HBM_TURNS):
                     answer = self.ask(tier, prompt)
                     of_tier.hbm.append(_milliseconds(answer))
@@ -208,20 +216,26 @@ class _Ttft:
 
     def turn(self, tier: str, prompt: list[int], times: _Times) -> None:
         """Asks again with the engine's own cache empty."""
-        if not self.engines[tier].call("reset_prefix_cache"):
-            raise SystemExit(f"bench ttft: {tier} still holds blocks, so that its prefix cache can't be emptied")
-        self.engines[tier].call("overwrite_kv_memory")
+        self.empty(tier)
         bytes_before, seconds_before = self.loaded(tier)
         answer = self.ask(tier, prompt)
         bytes_after, seconds_after = self.loaded(tier)
         times.tier.append(_milliseconds(answer))
         times.cached.append(float(answer["cached_tokens"]))
         times.differences.append(abs(answer["logprobs"][0] - times.hit))
+        if times.whole:
+            times.written.append(self.engines[tier].call("kv_memory_written") / times.whole)
         if tier in (OURS, LAYERWISE):
             times.load.append(1e3 * (seconds_after - seconds_before))
             times.bytes = bytes_after - bytes_before
             if not times.bytes:
                 raise SystemExit(f"bench ttft: nothing was loaded: {self.engines[tier].call('report')['counters']}")
+
+    def empty(self, tier: str) -> None:
+        """Empties the engine's prefix cache, and its KV memory."""
+        if not self.engines[tier].call("reset_prefix_cache"):
+            raise SystemExit(f"bench ttft: {tier} still holds blocks, so that its prefix cache can't be emptied")
+        self.engines[tier].call("overwrite_kv_memory")
 
     def loaded(self, tier: str) -> tuple[int, float]:
         """Bytes that a tier of ours has loaded so far, and how many seconds that took."""
@@ -240,6 +254,7 @@ class _Ttft:
             self.report.add(f"{prefix}cold_ms_{name}", of_tier.cold, "ms")
             self.report.add(f"{prefix}hbm_ms_{name}", of_tier.hbm, "ms")
             self.report.add(f"{prefix}logprob_difference_{name}", of_tier.differences, "nats")
+            self.report.add(f"{prefix}kv_written_{name}", of_tier.written, "ratio")
             self.add_ratio("vs", name, tier, times)
             if of_tier.load:
                 self.report.add(f"{prefix}load_ms_{name}", of_tier.load, "ms")

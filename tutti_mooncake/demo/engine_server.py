@@ -90,6 +90,10 @@ class EngineServer:
         """Zeros in the engine's KV tensors: what is right afterwards was computed or loaded afterwards. For an engine that is idle."""
         self._engine.collective_rpc(_overwrite_kv)
 
+    def kv_memory_written(self) -> int:
+        """Elements of the engine's KV tensors that aren't zero."""
+        return sum(self._engine.collective_rpc(_kv_written))
+
     def last_request_id(self) -> str:
         """The id of the request added last."""
         return str(self._next_id - 1)
@@ -211,6 +215,10 @@ def serve(lines: IO[str], answers: IO[str], kind: type[EngineServer] = EngineSer
 def _overwrite_kv(worker: Any) -> None:
     for tensor in worker.model_runner.kv_caches:
         tensor.zero_()
+
+
+def _kv_written(worker: Any) -> int:
+    return sum(int(tensor.count_nonzero()) for tensor in worker.model_runner.kv_caches)
 
 
 def _image(path: str) -> Any:

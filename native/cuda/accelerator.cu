@@ -238,8 +238,7 @@ class CudaAccelerator : public Accelerator {
   }
   std::unique_ptr<nvme::CopyEngine> copy_engine() override {
     auto* ring = static_cast<CopyRing*>(shared(sizeof(CopyRing)));
-    return std::make_unique<CudaCopyEngine>(device_, ring,
-                                            static_cast<uint32_t*>(local(kCopyBlocks * sizeof(uint32_t))));
+    return std::make_unique<CudaCopyEngine>(device_, ring, static_cast<CopyState*>(local(sizeof(CopyState))));
   }
 
  private:

@@ -1,6 +1,7 @@
 // The data mover of the controller model on a GPU: a kernel that copies between pinned images and GPU memory as a
-// drive's DMA would, told what to copy through a ring in pinned memory. One thread block per engine; the kernel leaves
-// when it has been idle for a while, and is launched again with the next work.
+// drive's DMA would, told what to copy through a ring in pinned memory. The kernel leaves when all its blocks have been
+// idle for a while, and is launched again with the next work. The blocks leave together: a new kernel begins only when
+// the whole one before has ended, so that the work of a block that had left alone would wait for the others' leisure.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -39,17 +40,29 @@ struct CopyRing {
   uint32_t left[32 * kCopyBlocks];  // number of the launch whose block has left, or is about to
 };
 
+// In GPU memory, zero before the first kernel.
+struct CopyState {
+  uint64_t last_work;           // when any block ended its last turn, on the GPU's clock
+  uint32_t closing;             // number of the launch whose blocks leave
+  uint32_t turns[kCopyBlocks];  // of each block's next task, from kernel to kernel; 0 = its first one
+};
+
+__device__ inline uint64_t gpu_clock_ns() noexcept {
+  uint64_t now = 0;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+  return now;
+}
+
 __global__ void __launch_bounds__(1024)
-    copy_kernel(CopyRing* ring, uint32_t* turn_word, uint32_t launch, uint64_t linger_ns) {
+    copy_kernel(CopyRing* ring, CopyState* state, uint32_t launch, uint64_t linger_ns) {
   __shared__ CopyTask task;
   __shared__ uint32_t go;
-  uint32_t turn = turn_word[blockIdx.x] == 0 ? blockIdx.x : turn_word[blockIdx.x];
+  uint32_t turn = state->turns[blockIdx.x] == 0 ? blockIdx.x : state->turns[blockIdx.x];
+  const uint64_t begun = gpu_clock_ns();
   for (;;) {
     if (threadIdx.x == 0) {
       const CopyTask* at = &ring->tasks[turn % kCopyRing];
       bool leaving = false;
-      uint64_t since = 0;
-      asm volatile("mov.u64 %0, %globaltimer;" : "=l"(since));
       for (;;) {
         uint4 low;
         uint4 high;
@@ -68,18 +81,20 @@ __global__ void __launch_bounds__(1024)
           if (leaving) {
             store_release(&ring->left[32 * blockIdx.x], 0U);
           }
-          fence_system();
+          asm volatile("fence.acq_rel.sys;" ::: "memory");  // what was there before the task is seen after it
           go = 1;
           break;
         }
-        uint64_t now = 0;
-        asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
         // Whoever leaves says so and looks once more; whoever posts looks whether somebody left. One sees the other.
         if (leaving) {
           go = 0;
           break;
         }
-        if (now - since > linger_ns) {
+        const uint64_t now = gpu_clock_ns();
+        if (now > begun + linger_ns && now > gpu_load(&state->last_work) + linger_ns) {
+          atomicExch(&state->closing, launch);
+        }
+        if (gpu_load(&state->closing) == launch) {
           leaving = true;
           store_release(&ring->left[32 * blockIdx.x], launch);
           fence_system();
@@ -89,7 +104,7 @@ __global__ void __launch_bounds__(1024)
     __syncthreads();
     if (go == 0) {
       if (threadIdx.x == 0) {
-        turn_word[blockIdx.x] = turn;
+        state->turns[blockIdx.x] = turn;
       }
       return;
     }
@@ -125,6 +140,7 @@ __global__ void __launch_bounds__(1024)
     __syncthreads();
     if (threadIdx.x == 0) {
       store_release(&ring->done[32 * blockIdx.x], turn + 1);
+      atomicMax(reinterpret_cast<unsigned long long*>(&state->last_work), gpu_clock_ns());
     }
     turn += kCopyBlocks;
   }
@@ -132,9 +148,8 @@ __global__ void __launch_bounds__(1024)
 
 class CudaCopyEngine : public nvme::CopyEngine {
  public:
-  // `ring`: zeroed pinned memory; `turn_word`: zeroed GPU memory. Both outlive the engine.
-  CudaCopyEngine(int device, CopyRing* ring, uint32_t* turn_word)
-      : device_(device), ring_(ring), turn_word_(turn_word) {
+  // `ring`: zeroed pinned memory; `state`: zeroed GPU memory. Both outlive the engine.
+  CudaCopyEngine(int device, CopyRing* ring, CopyState* state) : device_(device), ring_(ring), state_(state) {
     // Loaded now: the driver loads a kernel at its first launch otherwise, and waits for those that run to do so.
     cudaFuncAttributes attributes{};
     if (const cudaError_t error = cudaFuncGetAttributes(&attributes, copy_kernel); error != cudaSuccess) {
@@ -205,13 +220,13 @@ class CudaCopyEngine : public nvme::CopyEngine {
   }
   void launch() {
     cudaSetDevice(device_);
-    copy_kernel<<<kCopyBlocks, 1024, 0, stream_>>>(ring_, turn_word_, ++launched_, kLingerNs);
+    copy_kernel<<<kCopyBlocks, 1024, 0, stream_>>>(ring_, state_, ++launched_, kLingerNs);
   }
 
   static constexpr uint64_t kLingerNs = 1'000'000;
   const int device_;
   CopyRing* ring_;
-  uint32_t* turn_word_;
+  CopyState* state_;
   cudaStream_t stream_ = nullptr;
   uint32_t posted_ = 0;
   uint32_t taken_ = 0;  // turns that poll() has seen end, in order

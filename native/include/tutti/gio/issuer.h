@@ -145,20 +145,15 @@ class Issuer {
     if (waiting == 0) {
       return;
     }
+    // The next entry of each queue first, and those behind it only when it has come: empty looks at whole windows would
+    // take several percent of what PCIe moves.
     const uint32_t pairs = options_.pairs_per_issuer;
     const uint32_t window = kLanes / pairs;  // entries of each queue that are looked at together
-    const uint32_t arrived = warp_.ballot([&](uint32_t lane) {
-      const uint32_t pair = lane / window;
-      if (pair >= pairs) {
-        return false;
-      }
-      const IssuerPair& queue = queues_.pairs[pair];
-      const uint32_t at = queue.head + lane % window;
-      const uint32_t phase = at >= kQueueEntries ? queue.phase ^ 1 : queue.phase;
-      const uint32_t word = nvme::load_completion(&queue.cq[at % kQueueEntries]);
-      found_[lane] = word;
-      return (word >> 16 & 1) == phase;
-    });
+    uint32_t arrived = look(window, [&](uint32_t lane) { return lane % window == 0; });
+    if (arrived != 0 && warp_.population(waiting) > 1) {
+      const uint32_t heads = arrived;
+      arrived = look(window, [&](uint32_t lane) { return (heads >> (lane / window * window) & 1) != 0; });
+    }
     for (uint32_t pair = 0; pair < pairs; ++pair) {
       const uint32_t here = arrived >> pair * window & (window == 32 ? ~0U : (1U << window) - 1);
       const uint32_t in_order = warp_.trailing_ones(here);
@@ -219,6 +214,23 @@ class Issuer {
     }
   }
 
+  // Lanes whose completion entry, of those that are `wanted`, has arrived; its status word is in `found_` then.
+  template <typename Wanted>
+  TUTTI_HD uint32_t look(uint32_t window, Wanted wanted) noexcept {
+    return warp_.ballot([&](uint32_t lane) {
+      const uint32_t pair = lane / window;
+      if (pair >= options_.pairs_per_issuer || !wanted(lane)) {
+        return false;
+      }
+      const IssuerPair& queue = queues_.pairs[pair];
+      const uint32_t at = queue.head + lane % window;
+      const uint32_t phase = at >= kQueueEntries ? queue.phase ^ 1 : queue.phase;
+      const uint32_t word = nvme::load_completion(&queue.cq[at % kQueueEntries]);
+      found_[lane] = word;
+      return (word >> 16 & 1) == phase;
+    });
+  }
+
   TUTTI_HD uint32_t pair_of(const Command& c) const noexcept { return c.device % options_.pairs_per_issuer; }
   TUTTI_HD bool broken(uint32_t pair) const noexcept { return (broken_ >> pair & 1) != 0; }
   // How a command ends whose pair was given up: for its own lateness, or for that of another.
@@ -228,11 +240,14 @@ class Issuer {
 
   // --- taking contexts ---
 
-  // Whether all pairs of this warp work. A warp with a broken pair takes nothing more: the others do its part.
+  // Whether all pairs of this warp work, as of a short while ago: each look crosses PCIe. A warp with a broken pair
+  // takes nothing more: the others do its part.
   TUTTI_HD bool able() noexcept {
-    if (!able_) {
-      return false;
+    const uint64_t now = warp_.now();
+    if (!able_ || (broken_ == 0 && now < next_look_ns_)) {
+      return able_;
     }
+    next_look_ns_ = now + kLookNs;
     broken_ |= warp_.ballot([&](uint32_t lane) {
       return lane < options_.pairs_per_issuer &&
              load_acquire(queues_.pairs[lane].state) != static_cast<uint32_t>(PairState::Working);
@@ -247,7 +262,7 @@ class Issuer {
   TUTTI_HD bool claim() noexcept {
     const uint32_t free =
         warp_.ballot([&](uint32_t lane) { return lane < options_.lanes && commands_[lane].stage == Stage::Free; });
-    if (free == 0 || (!able() && !last_) || closing()) {
+    if ((!able() && !last_) || free == 0 || closing()) {
       return false;
     }
     const uint64_t taken = warp_.once([&] { return take(warp_.population(free)); });
@@ -419,6 +434,8 @@ class Issuer {
     store_release(&ring_.completion_ready[position % ring_.depth], position + 1);
   }
 
+  static constexpr uint64_t kLookNs = 20'000;  // between looks at the states of the pairs
+
   Warp& warp_;
   const RingView ring_;
   const IssuerQueues queues_;
@@ -430,6 +447,7 @@ class Issuer {
   typename Warp::template PerLane<uint32_t> found_;
   uint32_t cached_position_ = 0;
   uint32_t cached_cell_ = 0;
+  uint64_t next_look_ns_ = 0;
   uint32_t broken_ = 0;  // pairs that take no more commands, a bit each; the same in all lanes
   bool able_ = true;
   bool last_ = false;

@@ -1,0 +1,1 @@
+"""Who is in the cluster, and which blocks each node holds (docs/directory.md)."""

@@ -1,0 +1,135 @@
+"""Keeps a DirectoryView up to date: a snapshot, then a watch; after a gap, or when another cluster answers, a snapshot again.
+
+Whoever asks the view never waits for the control plane. While it can't be reached the last view goes on for `most_stale_seconds`; after
+that `usable` is false, and nobody is sent to other nodes.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+from tutti_mooncake.directory.broker import Broker, BrokerError, Watch, WatchLost
+from tutti_mooncake.directory.records import Keys
+from tutti_mooncake.directory.view import DirectoryView
+
+logger = logging.getLogger(__name__)
+
+LEAST_PAUSE_SECONDS = 0.1
+MOST_PAUSE_SECONDS = 5.0
+
+
+class Follower:
+    """`check_seconds`: how often a quiet control plane is asked whether it still answers. `step` is for those who don't `start`."""
+
+    def __init__(
+        self,
+        broker: Broker,
+        keys: Keys,
+        view: DirectoryView,
+        *,
+        check_seconds: float = 2.0,
+        most_stale_seconds: float = 30.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._broker = broker
+        self._prefix = f"{keys.prefix}/"
+        self._view = view
+        self._check_seconds = check_seconds
+        self._most_stale_seconds = most_stale_seconds
+        self._clock = clock
+        self._watch: Watch | None = None
+        self._cluster = 0
+        self._revision = 0
+        self._contact = float("-inf")
+        self._pause = LEAST_PAUSE_SECONDS
+        self._stopping = threading.Event()
+        self._thread: threading.Thread | None = None
+        self.resyncs = 0
+        """Snapshots so far."""
+        self.last_error = ""
+        """Of the control plane; empty while it answers."""
+
+    @property
+    def stale_seconds(self) -> float:
+        """Since the control plane last answered; infinite before the first snapshot."""
+        return self._clock() - self._contact
+
+    @property
+    def usable(self) -> bool:
+        """Whether the view is fresh enough to decide from."""
+        return self.stale_seconds <= self._most_stale_seconds
+
+    def start(self) -> None:
+        """Follows in a thread of its own, until `stop`."""
+        self._thread = threading.Thread(target=self._run, name="tutti-directory", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Returns when the thread has ended."""
+        self._stopping.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        self._lose()
+
+    def step(self, timeout_seconds: float) -> bool:
+        """Takes in what comes within that time; whether anything did. Raises BrokerError; the next step begins with a snapshot then."""
+        try:
+            if self._watch is None:
+                self._resync()
+                return True
+            got = self._watch.next(timeout_seconds)
+            if got is not None:
+                changes, self._revision = got
+                self._view.apply(changes)
+                self._heard()
+                return True
+            if self.stale_seconds >= self._check_seconds:
+                self._check()
+            return False
+        except BrokerError as error:
+            self._lose()
+            if not isinstance(error, WatchLost):
+                self.last_error = str(error)
+            raise
+
+    def _resync(self) -> None:
+        snapshot = self._broker.snapshot(self._prefix)
+        self._watch = self._broker.watch(self._prefix, snapshot.revision)
+        self._view.replace(snapshot.items)
+        self._cluster, self._revision = snapshot.cluster, snapshot.revision
+        self.resyncs += 1
+        self._heard()
+
+    def _check(self) -> None:
+        cluster, revision = self._broker.head()
+        if cluster != self._cluster or revision < self._revision:
+            raise WatchLost(f"the control plane went from revision {self._revision} to {revision}: it was replaced or restored")
+        self._heard()
+
+    def _heard(self) -> None:
+        self._contact = self._clock()
+        self._pause = LEAST_PAUSE_SECONDS
+        self.last_error = ""
+
+    def _lose(self) -> None:
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            try:
+                watch.close()
+            except Exception as error:
+                logger.debug("closing a watch: %s", error)
+
+    def _run(self) -> None:
+        while not self._stopping.is_set():
+            try:
+                self.step(self._check_seconds / 4)
+            except WatchLost as error:
+                logger.info("directory: %s; reading it anew", error)
+            except BrokerError as error:
+                logger.warning("directory: %s; trying again in %.1f s", error, self._pause)
+                self._stopping.wait(self._pause)
+                self._pause = min(2 * self._pause, MOST_PAUSE_SECONDS)

@@ -118,6 +118,11 @@ class BlockTable:
     def keys(self, slots: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> Annotated[NDArray[numpy.uint8], dict(shape=(None, 32))]:
         """Keys of slots in use, or removed and not yet given out again."""
 
+    def lineage(self, slots: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> tuple[Annotated[NDArray[numpy.uint64], dict(shape=(None,))], Annotated[NDArray[numpy.uint32], dict(shape=(None,))]]:
+        """
+        Of slots in use: the first 8 bytes of the parent's key (0 at a root), and the position in its chain.
+        """
+
     def pin_prefix(self, keys: Annotated[NDArray[numpy.uint8], dict(shape=(None, 32), order='C', device='cpu', writable=False)], now: int) -> tuple[int, int, int]:
         """(slot, generation, blocks); slot 2**32-1 = nothing resident."""
 

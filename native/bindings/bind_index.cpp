@@ -252,6 +252,19 @@ void bind_index(nb::module_& module) {
           },
           nb::arg("slots"), "Keys of slots in use, or removed and not yet given out again.")
       .def(
+          "lineage",
+          [](const BlockTable& table, const In<uint32_t>& slots) {
+            std::vector<uint64_t> parents;
+            std::vector<uint32_t> positions;
+            for (const Lineage& one : table.lineage_of(to_span(slots))) {
+              parents.push_back(one.parent);
+              positions.push_back(one.position);
+            }
+            return std::make_tuple(to_numpy(std::move(parents)), to_numpy(std::move(positions)));
+          },
+          nb::arg("slots"),
+          "Of slots in use: the first 8 bytes of the parent's key (0 at a root), and the position in its chain.")
+      .def(
           "pin_prefix",
           [](BlockTable& table, const KeysIn& keys, uint32_t now) {
             uint32_t blocks = 0;

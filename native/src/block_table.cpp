@@ -15,6 +15,7 @@ BlockTable::BlockTable(uint64_t slots, uint32_t devices)
       generation_(slots, 0),
       expiry_(slots, 0),
       pins_(slots, 0),
+      position_(slots, 0),
       state_(slots, SlotState::Free),
       rot_(slots, 0),
       policy_(std::make_unique<LruPolicy>(slots)),
@@ -82,6 +83,7 @@ uint32_t BlockTable::find_live(const Key& key, uint32_t now) const noexcept {
 
 void BlockTable::link_child(uint32_t parent, uint32_t child) noexcept {
   tree_[child].parent = parent;
+  position_[child] = parent == kNoSlot ? 0 : position_[parent] + 1;
   if (parent == kNoSlot) {
     return;
   }
@@ -439,6 +441,19 @@ std::vector<Key> BlockTable::keys_of(std::span<const uint32_t> slots) const {
   return keys;
 }
 
+std::vector<Lineage> BlockTable::lineage_of(std::span<const uint32_t> slots) const {
+  const std::lock_guard lock(mutex_);
+  std::vector<Lineage> found;
+  found.reserve(slots.size());
+  for (const uint32_t slot : slots) {
+    Lineage& one = found.emplace_back(Lineage{0, position_[slot]});
+    if (const uint32_t parent = tree_[slot].parent; parent != kNoSlot) {
+      std::memcpy(&one.parent, keys_[parent].data(), sizeof(one.parent));
+    }
+  }
+  return found;
+}
+
 SlotState BlockTable::state_of(uint32_t slot) const {
   const std::lock_guard lock(mutex_);
   return state_[slot];
@@ -451,7 +466,7 @@ TableCounts BlockTable::counts() const {
 
 uint64_t BlockTable::memory_bytes() const noexcept {
   constexpr uint64_t kPerSlot = sizeof(Key) + sizeof(Tree) + sizeof(uint64_t) + 2 * sizeof(uint32_t) +
-                                sizeof(uint32_t) + sizeof(SlotState) + sizeof(uint8_t) +
+                                2 * sizeof(uint32_t) + sizeof(SlotState) + sizeof(uint8_t) +
                                 sizeof(uint32_t) /* free list */ + 2 * sizeof(uint32_t) + sizeof(uint64_t) /* LRU */;
   return slots() * kPerSlot + buckets_.size() * sizeof(uint32_t);
 }

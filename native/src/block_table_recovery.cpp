@@ -39,6 +39,7 @@ std::vector<uint32_t> BlockTable::finish_load(uint32_t now, uint64_t& orphans, u
     const uint32_t parent = tree_[slot].parent;
     tree_[slot].parent = kNoSlot;
     if (parent == kNoSlot) {
+      position_[slot] = 0;
       stack.push_back(slot);
     } else if (parent < slots() && parent != slot && generation_[parent] == loading_parent_generation_[slot] &&
                (state_[parent] == SlotState::Ready || state_[parent] == SlotState::Resident)) {
@@ -55,6 +56,7 @@ std::vector<uint32_t> BlockTable::finish_load(uint32_t now, uint64_t& orphans, u
     state_[slot] = SlotState::Resident;
     ++resident_;
     for (uint32_t child = tree_[slot].first_child; child != kNoSlot; child = tree_[child].next) {
+      position_[child] = position_[slot] + 1;
       stack.push_back(child);
     }
   }

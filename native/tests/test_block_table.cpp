@@ -26,6 +26,24 @@ std::vector<Key> chain_of(uint64_t chain, uint64_t length, uint64_t shared) {
   return keys;
 }
 
+// A key of key_of() says where it belongs.
+void check_lineage(const BlockTable& table) {
+  const auto slots = table.resident_slots(0, table.slots());
+  const auto keys = table.keys_of(slots);
+  const auto lineage = table.lineage_of(slots);
+  for (size_t i = 0; i < slots.size(); ++i) {
+    uint64_t position = 0;
+    std::memcpy(&position, keys[i].data() + 8, 8);
+    const uint32_t parent = table.record_of(slots[i], RecordState::Resident).parent_slot;
+    CHECK(lineage[i].position == position && (position == 0) == (parent == kNoSlot));
+    uint64_t above = 0;
+    if (parent != kNoSlot) {
+      std::memcpy(&above, table.keys_of({&parent, 1})[0].data(), 8);
+    }
+    CHECK(lineage[i].parent == above);
+  }
+}
+
 void random_operations(uint64_t seed) {
   constexpr uint64_t kSlots = 200;
   testing::Random random(seed);
@@ -100,6 +118,7 @@ void random_operations(uint64_t seed) {
     const TableCounts counts = table.counts();
     CHECK(counts.resident + counts.writing + counts.free + counts.removed == kSlots);
     CHECK(counts.writing == 0 && counts.removed == 0);
+    check_lineage(table);
   }
   for (const auto& [slot, gen] : pins) {
     table.unpin(slot, gen);

@@ -56,18 +56,18 @@ class History:
         self._unwritten: list[tuple[int, int]] = []
         self.total = 0
         """Removals noted since the store was opened."""
-        self._listener: Callable[[KeyArray], None] | None = None
+        self._listeners: list[Callable[[KeyArray], None]] = []
 
     def listen(self, listener: Callable[[KeyArray], None]) -> None:
-        """From now on `listener` is called with the salted keys of every removal, from any thread."""
-        self._listener = listener
+        """From now on `listener` is called too with the salted keys of every removal, from any thread."""
+        self._listeners.append(listener)
 
     def removed(self, keys: KeyArray, reason: Removal) -> None:
         """Notes that these (salted) keys were removed just now."""
         if not len(keys):
             return
-        if self._listener is not None:
-            self._listener(keys)
+        for listener in self._listeners:
+            listener(keys)
         latest = keys[-HISTORY_ENTRIES:]
         new = np.zeros(len(latest), dtype=_ENTRY)
         new["key"] = _short(latest)

@@ -26,6 +26,7 @@ from tutti_mooncake.geometry import Geometry
 from tutti_mooncake.io.executor import Mover
 from tutti_mooncake.keys import BlockIds, KeyArray, Keys, as_block_ids, as_key_array, check_distinct, salt_mask
 from tutti_mooncake.store.admission import WriteBudget, make_admission
+from tutti_mooncake.store.announcements import Announcements, StoredBlocks
 from tutti_mooncake.store.committer import Committer
 from tutti_mooncake.store.counters import Counters, Publisher
 from tutti_mooncake.store.history import History, Removal
@@ -83,6 +84,7 @@ class LocalStore:
         self.history = History.read(pool.devices[0].buffered_fd, clock)
         self.requests = RequestLog.read(pool.devices[0].buffered_fd)
         self._retirement = Retirement(table, self._free_records, self.history)
+        self._announcements = Announcements(table, self.history)
         self._counters = Counters()
         self._leases = Leases(table, clock)
         self._lock = threading.RLock()  # order of reservations, evictions and removals
@@ -303,6 +305,14 @@ class LocalStore:
         """Resident blocks in slot order; a view that may be out of date as soon as it is given out. Keys are salted ones."""
         return list_blocks(self._pool, self._table, limit, self._life.using)
 
+    def listen(self, stored: Callable[[StoredBlocks], None], removed: Callable[[KeyArray], None]) -> None:
+        """Tells of the blocks there are and of those that come, and of the salted keys of those that go, under the store's lock: neither
+        may wait, or call the store. Raises StoreClosed.
+        """
+        with self._lock:
+            self._life.check_open()
+            self._announcements.listen(stored, removed)
+
     def stats(self) -> dict[str, Any]:
         """Counters and gauges; sizes in bytes."""
         if self._life.abandoned:
@@ -476,7 +486,9 @@ class LocalStore:
                 statuses[written] = flushed
             unusable.append(self._table.abort(operation.slots[written[statuses[written] != Status.OK]]))
             durable = written[statuses[written] == Status.OK]
-            statuses[durable] = self._table.publish(operation.slots[durable])
+            with self._lock:
+                statuses[durable] = self._table.publish(operation.slots[durable])
+                self._announcements.published(operation.slots[durable[statuses[durable] == Status.OK]])
             unusable.append(operation.slots[durable[statuses[durable] != Status.OK]])
         removed = np.concatenate(unusable)
 

@@ -40,6 +40,12 @@ struct Reservation {
   uint8_t rot = 0;
 };
 
+// Where a block is in its chain. `parent`: the first 8 bytes of the key before it, little-endian; 0 at position 0.
+struct Lineage {
+  uint64_t parent = 0;
+  uint32_t position = 0;
+};
+
 struct TableCounts {
   uint64_t resident = 0, writing = 0, free = 0, removed = 0, pinned = 0;
 };
@@ -91,6 +97,8 @@ class BlockTable {
   [[nodiscard]] SlotState state_of(uint32_t slot) const;
   // Keys of slots that are in use, or removed and not yet given out again.
   [[nodiscard]] std::vector<Key> keys_of(std::span<const uint32_t> slots) const;
+  // Of slots that are in use.
+  [[nodiscard]] std::vector<Lineage> lineage_of(std::span<const uint32_t> slots) const;
   [[nodiscard]] TableCounts counts() const;
   [[nodiscard]] uint64_t slots() const noexcept { return state_.size(); }
   [[nodiscard]] uint64_t memory_bytes() const noexcept;
@@ -129,6 +137,7 @@ class BlockTable {
   std::vector<uint32_t> generation_;
   std::vector<uint32_t> expiry_;
   std::vector<uint32_t> pins_;
+  std::vector<uint32_t> position_;  // in the chain, from 0; of slots in use
   std::vector<SlotState> state_;
   std::vector<uint8_t> rot_;
   std::vector<uint32_t> free_;

@@ -9,7 +9,6 @@ slot's own record of the same generation; operations never raise for I/O errors,
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -32,7 +31,7 @@ from tutti_mooncake.store.counters import Counters, Publisher
 from tutti_mooncake.store.history import History, Removal
 from tutti_mooncake.store.leases import Leases
 from tutti_mooncake.store.lifetime import Lifetime, track
-from tutti_mooncake.store.listing import NO_SLOT, list_blocks
+from tutti_mooncake.store.listing import list_blocks
 from tutti_mooncake.store.moves import MoverLike
 from tutti_mooncake.store.operations import Operation, RetrieveOperation, StoreOperation
 from tutti_mooncake.store.pool import Pool, Progress
@@ -41,14 +40,13 @@ from tutti_mooncake.store.recovery import recover
 from tutti_mooncake.store.reports import BlockInfo, Pin, RecoveryReport, VerifyReport
 from tutti_mooncake.store.request_log import RequestLog
 from tutti_mooncake.store.retire import Retirement
+from tutti_mooncake.store.room import Room
 from tutti_mooncake.store.verify import verify_blocks
 
 if TYPE_CHECKING:
     import torch
 
 Slots = npt.NDArray[np.uint32]
-_SWEEP_SLOTS = 4096
-_EVICT_BATCH = 64
 _STOP_GRACE_SECONDS = 10.0
 # A retrieve that ended so proves the stored copy unusable; it is dropped with its descendants.
 _DROP = (Status.CHECKSUM_ERROR, Status.DEVICE_ERROR, Status.SHORT_IO, Status.STALE)
@@ -86,6 +84,7 @@ class LocalStore:
         self._retirement = Retirement(table, self._free_records, self.history)
         self._announcements = Announcements(table, self.history)
         self._counters = Counters()
+        self._room = Room(table, self._retirement, self._counters, config.ttl_seconds)
         self._leases = Leases(table, clock)
         self._lock = threading.RLock()  # order of reservations, evictions and removals
         self._life = Lifetime(self._lock)
@@ -203,7 +202,7 @@ class LocalStore:
             chain = array[:admitted]
             if not admitted:
                 return self._without_io(statuses)
-            reserved, slots, generations, rots = self._reserve(chain, parent_key)
+            reserved, slots, generations, rots = self._room.reserve(chain, parent_key, self._now())
             statuses[:admitted] = reserved
             positions = np.flatnonzero(reserved == Status.OK).astype(np.uint32)
             self._budget.give_back((admitted - len(positions)) * self._slot_payload())
@@ -270,7 +269,7 @@ class LocalStore:
             raise ConfigError(f"blocks must be a number of blocks, not {blocks!r}")
         with self._lock:
             self._check_writable()
-            return self._evict(min(blocks, self._table.slots))
+            return self._room.evict(min(blocks, self._table.slots))
 
     def drop(self, keys: Keys) -> int:
         """Removes these blocks with all their descendants. Returns how many went."""
@@ -419,33 +418,6 @@ class LocalStore:
         granted = self._budget.take(self._slot_payload(), admitted, self._clock())
         self._counters.add(store_over_budget_blocks=admitted - granted)
         return granted
-
-    def _reserve(
-        self, chain: npt.NDArray[np.uint8], parent: npt.NDArray[np.uint8] | None
-    ) -> tuple[Any, Slots, Slots, npt.NDArray[np.uint8]]:
-        now = self._now()
-        if self.config.ttl_seconds:
-            self._retirement.retire(self._table.sweep_expired(_SWEEP_SLOTS, now), Removal.EXPIRED)
-        above = chain if parent is None else np.concatenate([parent, chain])
-        slot, generation, _ = self._table.pin_prefix(above, now)  # eviction must not take what the new blocks hang on
-        try:
-            missing = len(chain) - self._table.counts()["free"]
-            if missing > 0:
-                self._evict(min(max(missing, _EVICT_BATCH), max(missing, self._table.slots // 16)))
-            expiry = now + math.ceil(self.config.ttl_seconds) if self.config.ttl_seconds else 0
-            reservations, removed = self._table.reserve(chain, parent, expiry, now)
-            self._retirement.retire(removed, Removal.EXPIRED)
-        finally:
-            if slot != NO_SLOT:
-                self._table.unpin(slot, generation)
-        statuses, slots, generations, rots = reservations
-        return statuses, slots, generations, rots
-
-    def _evict(self, blocks: int) -> int:
-        removed = self._table.evict(blocks)
-        self._counters.add(evicted_blocks=len(removed))
-        self._retirement.retire(removed, Removal.EVICTED)
-        return len(removed)
 
     def _free_records(self, slots: Slots) -> bool:
         """Marks slots as free on the device. False: the device refused, and the slots must not be used again before a restart."""

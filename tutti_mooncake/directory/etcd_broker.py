@@ -160,9 +160,12 @@ class EtcdBroker:
         for endpoint in options.endpoints:
             host, _, port = endpoint.rpartition(":")
             endpoints.append(etcd3.Endpoint(host, int(port), bool(options.ca), credentials, RETRY_SECONDS))
-        return etcd3.MultiEndpointEtcd3Client(
+        client = etcd3.MultiEndpointEtcd3Client(
             endpoints, options.timeout_seconds, options.user or None, options.password or None, failover=True
         )
+        if not options.ca:
+            client.call_credentials = None  # gRPC refuses them without TLS; the token goes as metadata too
+        return client
 
     def _drop(self) -> None:
         client, self._client = self._client, None

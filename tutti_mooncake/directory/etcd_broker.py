@@ -98,7 +98,7 @@ class EtcdBroker:
         while True:
             page = self._page(begin, end, revision)
             revision, cluster = revision or int(page.header.revision), int(page.header.cluster_id)
-            items |= {one.key.decode(): one.value for one in page.kvs}
+            items |= {_text(one.key): one.value for one in page.kvs}
             if not page.more:
                 return Snapshot(items, revision, cluster)
             begin = page.kvs[-1].key + b"\0"
@@ -106,12 +106,14 @@ class EtcdBroker:
     def watch(self, prefix: str, after_revision: int) -> EtcdWatch:
         """See Broker."""
         arrived: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        number = self._call(lambda client: client.add_watch_prefix_callback(prefix, arrived.put, start_revision=after_revision + 1))
+        client, number = self._call(
+            lambda client: (client, client.add_watch_prefix_callback(prefix, arrived.put, start_revision=after_revision + 1))
+        )
 
         def end() -> None:
             with self._lock:
-                if self._client is not None:
-                    self._client.cancel_watch(number)
+                if self._client is client:  # else the watch went with its connection, and the number is another's
+                    client.cancel_watch(number)
 
         return EtcdWatch(arrived, end)
 
@@ -213,12 +215,17 @@ class EtcdWatch:
             raise WatchLost(f"etcd: what the watch missed is compacted, up to revision {answer.compacted_revision}")
         if answer is None or isinstance(answer, Exception):
             raise BrokerError(f"etcd: the watch has ended ({answer})")
-        changes = [Change(event.key.decode(), None if isinstance(event, DeleteEvent) else event.value) for event in answer.events]
+        changes = [Change(_text(event.key), None if isinstance(event, DeleteEvent) else event.value) for event in answer.events]
         return (changes, int(answer.header.revision)) if changes else None
 
     def close(self) -> None:
         """See Watch."""
         self._end()
+
+
+def _text(key: bytes) -> str:
+    """A key; somebody else's may be no text at all."""
+    return key.decode(errors="replace")
 
 
 def _prefix_end(prefix: bytes) -> bytes:

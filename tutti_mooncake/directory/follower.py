@@ -131,5 +131,12 @@ class Follower:
                 logger.info("directory: %s; reading it anew", error)
             except BrokerError as error:
                 logger.warning("directory: %s; trying again in %.1f s", error, self._pause)
-                self._stopping.wait(self._pause)
-                self._pause = min(2 * self._pause, MOST_PAUSE_SECONDS)
+                self._wait()
+            except Exception:
+                logger.exception("directory: a defect; reading it anew in %.1f s", self._pause)
+                self._lose()
+                self._wait()
+
+    def _wait(self) -> None:
+        self._stopping.wait(self._pause)
+        self._pause = min(2 * self._pause, MOST_PAUSE_SECONDS)

@@ -14,9 +14,10 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 from tutti_mooncake.directory.broker import MOST_BATCH, Broker, BrokerError, Change, LeaseLost
-from tutti_mooncake.directory.records import Keys, NodeRecord
+from tutti_mooncake.directory.records import Keys, NodeRecord, RecordError
 from tutti_mooncake.directory.span_book import SpanBook
 from tutti_mooncake.directory.view import DirectoryView, Incarnation
 
@@ -27,7 +28,8 @@ MOST_PAUSE_SECONDS = 5.0
 
 
 class Member:
-    """`view`: where the dead are seen, kept by a Follower. `ttl_seconds`: how long the node is taken for alive after it was last heard of.
+    """`record`: its epoch is raised at the first registration where one not earlier is there. `view`: where the dead are seen, kept by a
+    Follower. `ttl_seconds`: how long the node is taken for alive after it was last heard of.
     `publish_seconds`: between batches; changes of one span within that time are written once. `reap_seconds`: between a node's end and the
     deletion of its spans. `step` and the thread of `start` exclude each other.
     """
@@ -124,7 +126,7 @@ class Member:
 
     def _someone_later(self) -> bool:
         seen = self._view.node(self.record.node)
-        return seen is not None and seen.epoch > self.record.epoch
+        return self.registrations > 0 and seen is not None and seen.epoch > self.record.epoch
 
     def _step_down(self) -> None:
         self.superseded = True
@@ -142,12 +144,25 @@ class Member:
             except LeaseLost:
                 logger.warning("directory: the lease of node %s had run out; registering again", self.record.node)
                 self._lease = 0
+        if not self.registrations:
+            self._begin_later()
         if not self._lease:
             lease = self._broker.grant(self._ttl_seconds)
             self._broker.apply([Change(self._keys.node(self.record.node), self.record.encode())], lease)
             self._lease, self._kept = lease, now
             self._reconcile_at = now
             self.registrations += 1
+
+    def _begin_later(self) -> None:
+        """A start is later than those before it, also where the clock has gone back since."""
+        key = self._keys.node(self.record.node)
+        value = self._broker.snapshot(key).items.get(key)
+        try:
+            before = 0 if value is None else NodeRecord.decode(self.record.node, value).epoch
+        except RecordError:
+            return  # whatever it is, it is replaced
+        if before >= self.record.epoch:
+            self.record = replace(self.record, epoch=before + 1)
 
     def _publish(self) -> None:
         while taken := self._book.take(MOST_BATCH):
@@ -192,5 +207,11 @@ class Member:
                 self._stopping.wait(tick)
             except BrokerError as error:
                 logger.warning("directory: %s; trying again in %.1f s", error, self._pause)
-                self._stopping.wait(self._pause)
-                self._pause = min(2 * self._pause, MOST_PAUSE_SECONDS)
+                self._wait()
+            except Exception:
+                logger.exception("directory: a defect; trying again in %.1f s", self._pause)
+                self._wait()
+
+    def _wait(self) -> None:
+        self._stopping.wait(self._pause)
+        self._pause = min(2 * self._pause, MOST_PAUSE_SECONDS)

@@ -158,6 +158,29 @@ def test_a_key_taken_over_by_another_lease_stays(plane: Plane) -> None:
     assert not broker.snapshot("t/").items
 
 
+def test_keys_of_others_that_are_no_text(etcd: EtcdServer) -> None:
+    broker = EtcdBroker(EtcdOptions([etcd.endpoint]))
+    watch = broker.watch("t/", broker.head()[1])
+    host, port = etcd.endpoint.split(":")
+    with etcd3.client(host, int(port)) as client:
+        client.put(b"t/\xff", b"\xff")
+    assert changes_until(watch, broker.head()[1]) == [put("t/\ufffd", b"\xff")]
+    assert broker.snapshot("t/").items == {"t/\ufffd": b"\xff"}
+    assert broker.delete_prefix("t/") == 1
+    broker.close()
+
+
+def test_a_watch_that_is_closed_late_ends_no_other(etcd: EtcdServer) -> None:
+    broker = EtcdBroker(EtcdOptions([etcd.endpoint]))
+    old = broker.watch("t/", broker.head()[1])
+    broker.close()  # as after an error
+    new = broker.watch("t/", broker.head()[1])
+    old.close()
+    assert changes_until(new, broker.apply([put("t/a")])) == [put("t/a")]
+    broker.delete_prefix("t/")
+    broker.close()
+
+
 def test_nobody_at_the_endpoint_is_an_error_that_names_it() -> None:
     broker = EtcdBroker(EtcdOptions(["127.0.0.1:1"], timeout_seconds=0.5))
     with pytest.raises(BrokerError, match=r"etcd at 127\.0\.0\.1:1"):

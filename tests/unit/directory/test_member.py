@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable
 
 import numpy as np
 import pytest
 
 from tests.clock import Clock
-from tutti_mooncake.directory.broker import BrokerError, Change
+from tutti_mooncake.directory.broker import BrokerError, Change, Snapshot
 from tutti_mooncake.directory.follower import Follower
 from tutti_mooncake.directory.member import Member
 from tutti_mooncake.directory.memory_broker import MemoryBroker
@@ -208,3 +209,45 @@ def test_more_than_a_batch_is_written_whole(clock: Clock, node: Callable[..., No
         a.book.add(NAMESPACE, 0, 0, hashes(1000 + chain))
     steps(clock, 2, a)
     assert a.view.stats().spans == 300 and a.book.waiting == 0
+
+
+def test_a_clock_that_went_back_between_two_starts(clock: Clock, node: Callable[..., Node]) -> None:
+    a, b = node("a", 100), node("b")
+    a.book.add(NAMESPACE, 0, 0, hashes(1, 2))
+    steps(clock, 2, a, b)
+    again = node("a", 50)
+    again.book.add(NAMESPACE, 0, 0, hashes(1))
+    again.follower.step(0.0)  # it sees its own earlier start, and takes it for what it is
+    steps(clock, 2, again, b)
+    assert again.member.record.epoch == 101 and not again.member.superseded
+    assert b.sees(1, 2) == {"a": 1} and [epoch for _, epoch, _ in b.view.spans()] == [101]
+
+
+class DefectiveBroker(MemoryBroker):
+    """Its first snapshot fails in a way that nobody expects."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.defects = 1
+
+    def snapshot(self, prefix: str) -> Snapshot:
+        if self.defects:
+            self.defects -= 1
+            raise ZeroDivisionError("of the test")
+        return super().snapshot(prefix)
+
+
+def test_threads_outlive_a_defect() -> None:
+    broker = DefectiveBroker()
+    view, book = DirectoryView(KEYS), SpanBook()
+    follower = Follower(broker, KEYS, view)
+    member = Member(broker, KEYS, NodeRecord("a", 1), book, view, publish_seconds=0.01)
+    book.add(NAMESPACE, 0, 0, hashes(1))
+    follower.start()
+    member.start()
+    deadline = time.monotonic() + 20
+    while not view.holders(NAMESPACE, hashes(1)):
+        assert time.monotonic() < deadline
+    member.leave()
+    follower.stop()
+    assert broker.defects == 0 and not broker.snapshot(KEYS.prefix).items

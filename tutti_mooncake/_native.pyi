@@ -45,6 +45,9 @@ def checksum_variant() -> str:
 def multilinear64(data: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> int:
     """Checksum of a byte array (docs/format.md)."""
 
+def multilinear64_rows(rows: Annotated[NDArray[numpy.uint8], dict(shape=(None, None), order='C', device='cpu', writable=False)]) -> Annotated[NDArray[numpy.uint64], dict(shape=(None,))]:
+    """Checksum of each row of a byte array of two dimensions."""
+
 def multilinear64_scalar(data: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> int:
     """The same value from plain C++: the reference of the tests."""
 
@@ -189,6 +192,11 @@ class Plan:
     def cancel(self) -> None: ...
 
     def statuses(self) -> Annotated[NDArray[numpy.uint8], dict(shape=(None,))]: ...
+
+    def sums(self) -> Annotated[NDArray[numpy.uint64], dict(shape=(None,))]:
+        """
+        Of a drained plan: the checksum of every object, block by block. One entry per block and object.
+        """
 
     @property
     def seconds(self) -> float: ...

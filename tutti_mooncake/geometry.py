@@ -80,6 +80,11 @@ class Geometry:
         text = json.dumps({"format_version": FORMAT_VERSION, **self.as_dict()}, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
+    @property
+    def namespace_id(self) -> bytes:
+        """The fingerprint as 16 bytes: blocks are of use to each other's engines only where it is the same."""
+        return bytes.fromhex(self.fingerprint())
+
     def differences(self, other: Geometry) -> list[str]:
         """`field: ours != theirs` for each field that differs."""
         mine, theirs = self.as_dict(), other.as_dict()

@@ -169,6 +169,15 @@ void bind_io(nb::module_& module) {
           nb::arg("seconds"))
       .def("cancel", [](Plan& plan) { plan.end_early(Status::Cancelled); })
       .def("statuses", [](const Plan& plan) { return to_numpy(plan.statuses()); })
+      .def(
+          "sums",
+          [](const Plan& plan) {
+            if (!plan.drained()) {
+              throw std::invalid_argument("the sums of a plan are known when it is drained");
+            }
+            return to_numpy(plan.sums);
+          },
+          "Of a drained plan: the checksum of every object, block by block. One entry per block and object.")
       .def_prop_ro("seconds", &Plan::seconds)
       .def_prop_ro("blocks", &Plan::blocks)
       .def_prop_ro("layers", [](const Plan& plan) { return plan.objects / plan.kv_factor; });

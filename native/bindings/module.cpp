@@ -44,6 +44,19 @@ NB_MODULE(_native, module) {
       },
       nb::arg("data"), "Checksum of a byte array (docs/format.md).");
   module.def(
+      "multilinear64_rows",
+      [](const nb::ndarray<const uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>& rows) {
+        std::vector<uint64_t> sums(rows.shape(0));
+        {
+          const nb::gil_scoped_release release;
+          for (size_t row = 0; row < sums.size(); ++row) {
+            sums[row] = multilinear64(rows.data() + row * rows.shape(1), rows.shape(1));
+          }
+        }
+        return to_numpy(std::move(sums));
+      },
+      nb::arg("rows"), "Checksum of each row of a byte array of two dimensions.");
+  module.def(
       "multilinear64_scalar",
       [](const Bytes& data) {
         const nb::gil_scoped_release release;

@@ -6,20 +6,14 @@ import numpy as np
 
 from tutti_mooncake.directory.records import short_hashes
 from tutti_mooncake.directory.span_book import SpanBook
-from tutti_mooncake.geometry import Geometry
 from tutti_mooncake.keys import KeyArray
 from tutti_mooncake.store import LocalStore
 from tutti_mooncake.store.announcements import StoredBlocks
 
 
-def namespace_of(geometry: Geometry) -> bytes:
-    """What blocks are found under: 16 bytes that differ wherever bytes of one can't be used by the other."""
-    return bytes.fromhex(geometry.fingerprint())
-
-
 def announce(store: LocalStore, book: SpanBook) -> None:
     """Puts all blocks of `store` into `book`, and keeps that so for as long as the store is open."""
-    namespace = namespace_of(store.geometry)
+    namespace = store.geometry.namespace_id
 
     def stored(blocks: StoredBlocks) -> None:
         hashes = short_hashes(blocks.keys)

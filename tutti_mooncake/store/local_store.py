@@ -36,6 +36,7 @@ from tutti_mooncake.store.moves import MoverLike
 from tutti_mooncake.store.operations import Operation, RetrieveOperation, StoreOperation
 from tutti_mooncake.store.pool import Pool, Progress
 from tutti_mooncake.store.rank_mover import mover_of
+from tutti_mooncake.store.reader import StoreReader
 from tutti_mooncake.store.recovery import recover
 from tutti_mooncake.store.reports import BlockInfo, Pin, RecoveryReport, VerifyReport
 from tutti_mooncake.store.request_log import RequestLog
@@ -74,6 +75,7 @@ class LocalStore:
         self._clock = clock
         self._mask = salt_mask(config.tenant_salt)
         self._mover: MoverLike = mover or mover_of(pool, config, faults)
+        self._readers: list[MoverLike] = []
         self._admission = make_admission(config.admission)
         state = pool.read_state()
         self.memory: dict[str, Any] = dict(state.get("memory", {}))
@@ -188,7 +190,7 @@ class LocalStore:
         """
         self._life.check_open()
         array = as_key_array(keys, self._mask)
-        blocks = as_block_ids(block_ids, len(array), self._blocks(), self._mover.groups)
+        blocks = as_block_ids(block_ids, len(array), self._blocks(self._mover), self._mover.groups)
         deadline = self.config.write_deadline_seconds if deadline_seconds is None else deadline_seconds
         check_seconds("deadline_seconds", deadline)
         parent_key = None if parent is None else as_key_array([parent], self._mask)
@@ -229,12 +231,28 @@ class LocalStore:
 
         The blocks' memory belongs to the store until the operation is done and drained. Errors as in store().
         """
+        return self._retrieve(self._mover, keys, block_ids, deadline_seconds)
+
+    def reader(self, tensors: Sequence[torch.Tensor]) -> StoreReader:
+        """Retrieves into other tensors than the registered ones, of the same geometry, until the store is closed. Raises StoreClosed, and
+        what register() raises; ConfigError for a store of several ranks.
+        """
+        if self.geometry.tp_size > 1:
+            raise ConfigError("a reader of a store of several ranks would read one rank's part of each block")
+        mover = mover_of(self._pool, self.config, None)
+        mover.register(tensors, self.geometry)
+        with self._lock:
+            self._life.check_open()
+            self._readers.append(mover)
+        return StoreReader(lambda keys, block_ids, deadline: self._retrieve(mover, keys, block_ids, deadline))
+
+    def _retrieve(self, mover: MoverLike, keys: Keys, block_ids: BlockIds, deadline_seconds: float | None) -> RetrieveOperation:
         self._life.check_open()
         array = as_key_array(keys, self._mask)
-        blocks = as_block_ids(block_ids, len(array), self._blocks(), self._mover.groups, holes=True)
+        blocks = as_block_ids(block_ids, len(array), self._blocks(mover), mover.groups, holes=True)
         deadline = self.config.read_deadline_seconds if deadline_seconds is None else deadline_seconds
         check_seconds("deadline_seconds", deadline)
-        check_distinct(blocks, self._mover.blocks)
+        check_distinct(blocks, mover.blocks)
         with self._lock:
             self._life.check_open()
             statuses, slots, generations, rots = self._table.resolve(array, self._now())
@@ -247,7 +265,7 @@ class LocalStore:
                 slots, generations, rots = slots[positions], generations[positions], rots[positions]
             self._table.pin(int(slots[-1]))
             ticket = self._retirement.reader_begins()
-            plan = self._mover.submit(
+            plan = mover.submit(
                 write=False,
                 slots=slots,
                 generations=generations,
@@ -364,7 +382,8 @@ class LocalStore:
 
     def _give_back(self) -> None:
         try:
-            self._mover.stop(_STOP_GRACE_SECONDS)
+            for mover in (self._mover, *self._readers):
+                mover.stop(_STOP_GRACE_SECONDS)
             self._committer.stop()
             if not self.config.read_only:
                 self._pool.slot_table.save_recency(self._table)
@@ -380,11 +399,11 @@ class LocalStore:
         if self.config.read_only:
             raise PoolReadOnly("the store was opened read-only")
 
-    def _blocks(self) -> int:
-        if not self._mover.registered:
+    def _blocks(self, mover: MoverLike) -> int:
+        if not mover.registered:
             self._life.check_open()
             raise TensorError("no KV tensors are registered; call register() first")
-        return self._mover.blocks
+        return mover.blocks
 
     def _without_io(self, statuses: npt.NDArray[np.uint8]) -> StoreOperation:
         """A store whose blocks are all decided."""

@@ -13,7 +13,7 @@ import pytest
 from tests.conftest import Stores
 from tests.pattern import chain
 from tutti_mooncake import LocalStore, _native
-from tutti_mooncake.directory.announcer import announce, namespace_of
+from tutti_mooncake.directory.announcer import announce
 from tutti_mooncake.directory.records import MOST_SPAN_BLOCKS, short_hashes
 from tutti_mooncake.directory.span_book import SpanBook
 
@@ -46,7 +46,7 @@ def same(store: LocalStore, book: SpanBook) -> bool:
             parent = there[above]
             depth, above = depth + 1, 0 if parent is None else int.from_bytes(parent[:8], "little")
         assert span.start == depth
-        assert span.namespace == namespace_of(store.geometry)
+        assert span.namespace == store.geometry.namespace_id
         for short in span.hashes.tolist():
             assert short not in found
             found[short], before = before, short

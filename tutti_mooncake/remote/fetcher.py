@@ -1,0 +1,217 @@
+"""Fetches blocks that another node holds into this engine's KV tensors.
+
+The owner pushes them into registered windows here; each window's bytes are compared with their checksums, copied to where the engine wants
+them, and the window is given back to the owner. What fails a check, or comes from anyone but the node and epoch that was meant, is never
+copied. Invariants: blocks of the result are the leading ones, whole and right; a window into which the owner may still write isn't used
+again before the owner has said that it is done, or `QUARANTINE_SECONDS` have passed since its connection was lost.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from tutti_mooncake import Status, _native
+from tutti_mooncake.errors import TensorError
+from tutti_mooncake.geometry import Geometry
+from tutti_mooncake.keys import KeyArray
+from tutti_mooncake.remote.transport import Transport
+from tutti_mooncake.remote.windows import Windows, WindowsBusy
+from tutti_mooncake.remote.wire import PROTOCOL_VERSION, Connection, Peer, WireError, field
+
+logger = logging.getLogger(__name__)
+
+QUARANTINE_SECONDS = 60.0
+WINDOWS_OF_A_FETCH = 3
+"""One is filled, one announced, one copied."""
+
+
+@dataclass(frozen=True)
+class FetchResult:
+    """`blocks`: leading ones that are in the tensors. `status`: OK when these are all that were asked for; `why` for people."""
+
+    blocks: int
+    status: Status
+    why: str
+    bytes: int
+    seconds: float
+    first_window_seconds: float
+
+
+class Fetcher:
+    """`tensors`: the engine's, as given to `LocalStore.register`. Thread-safe. `windows`, of `window_blocks` blocks each as at the owners',
+    bound memory and fetches that run at a time.
+    """
+
+    def __init__(
+        self,
+        node: str,
+        geometry: Geometry,
+        transport: Transport,
+        tensors: Sequence[torch.Tensor],
+        *,
+        windows: int = 12,
+        window_blocks: int = 32,
+    ) -> None:
+        if geometry.tp_size > 1:
+            raise TensorError("blocks of several ranks can't be fetched yet")
+        self._node = node
+        self._geometry = geometry
+        self._namespace = geometry.namespace_id
+        self._transport = transport
+        self._tensors = list(tensors)
+        self._windows = Windows(geometry, transport, count=windows, window_blocks=window_blocks)
+        self._most = min(WINDOWS_OF_A_FETCH, windows)
+
+    @property
+    def quarantined_windows(self) -> int:
+        """Into which owners that were lost may still write."""
+        return self._windows.quarantined
+
+    def fetch(self, owner: Peer, keys: KeyArray, block_ids: npt.NDArray[np.uint32], *, seconds: float) -> FetchResult:
+        """Fetches consecutive blocks of one chain; returns within `seconds`, and a little more. `keys`: salted, uint8 of shape (n, 32).
+
+        `block_ids`: where they belong, one for each. Their memory is the fetcher's until this returns, and not after.
+        """
+        begin = time.monotonic()
+        run = _Run(begin, begin + seconds)
+        windows: list[int] = []
+        connection: Connection | None = None
+        ended = False
+        try:
+            connection = self._connect(owner, run.deadline)
+            windows = self._acquire(run.deadline)
+            connection.send(
+                {
+                    "keys": keys.tobytes(),
+                    "segment": self._transport.segment,
+                    "base": self._windows.base,
+                    "blocks": self._windows.blocks,
+                    "windows": [self._windows.first_block(window) for window in windows],
+                    "window_blocks": self._windows.window_blocks,
+                    "seconds": float(seconds),
+                },
+                run.deadline,
+            )
+            ended = self._receive(connection, windows, block_ids, run)
+        except WindowsBusy as error:
+            run.status, run.why = Status.RETRY, str(error)
+        except WireError as error:
+            run.status = Status.TIMEOUT if time.monotonic() >= run.deadline else Status.RETRY
+            run.why = str(error)
+        finally:
+            if connection is not None:
+                connection.close()
+            for window in windows:
+                if ended:
+                    self._windows.release(window)
+                else:
+                    self._windows.quarantine(window, QUARANTINE_SECONDS)
+        moved = run.blocks * self._geometry.objects_per_block * self._geometry.object_bytes
+        return FetchResult(run.blocks, run.status, run.why, moved, time.monotonic() - begin, run.first_window)
+
+    def close(self) -> None:
+        """Lets the registered memory go. No fetch may run."""
+        self._windows.close()
+
+    def _connect(self, owner: Peer, deadline: float) -> Connection:
+        host, _, port = owner.address.rpartition(":")
+        if not host or not port.isdigit():
+            raise WireError(f"node {owner.node} serves nobody: its address is {owner.address!r}")
+        try:
+            sock = socket.create_connection((host, int(port)), max(0.001, deadline - time.monotonic()))
+        except OSError as error:
+            raise WireError(f"node {owner.node} at {owner.address}: {error}") from error
+        connection = Connection(sock, f"node {owner.node} at {owner.address}")
+        try:
+            theirs = connection.receive(deadline)
+            if theirs.get("v") != PROTOCOL_VERSION:
+                raise WireError(f"{connection.peer}: protocol {theirs.get('v')!r}; this one is {PROTOCOL_VERSION}")
+            if theirs.get("node") != owner.node or theirs.get("epoch") != owner.epoch:
+                raise WireError(
+                    f"{connection.peer}: {theirs.get('node')!r} of epoch {theirs.get('epoch')!r} answers, not epoch {owner.epoch}"
+                )
+            if theirs.get("namespace") != self._namespace:
+                raise WireError(f"{connection.peer}: its blocks are of another model, layout or dtype")
+            connection.send({"v": PROTOCOL_VERSION, "node": self._node}, deadline)
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def _acquire(self, deadline: float) -> list[int]:
+        windows: list[int] = []
+        try:
+            while len(windows) < self._most:
+                windows.append(self._windows.acquire(max(0.0, deadline - time.monotonic()) if not windows else 0.0))
+        except WindowsBusy:
+            if not windows:
+                raise
+        return windows  # at least one
+
+    def _receive(self, connection: Connection, windows: list[int], block_ids: npt.NDArray[np.uint32], run: _Run) -> bool:
+        """True once the owner has said that it is done."""
+        number = 0
+        while True:
+            message = connection.receive(run.deadline)
+            if "end" in message:
+                status = field(message, "status", int, connection.peer)
+                run.status = Status(status) if status in set(Status) else Status.RETRY
+                run.why = run.why or field(message, "why", str, connection.peer)
+                if run.status is Status.OK and run.blocks < len(block_ids):
+                    run.status, run.why = Status.NOT_FOUND, f"{connection.peer} holds {run.blocks} of {len(block_ids)} blocks"
+                return True
+            window = windows[number % len(windows)]
+            blocks, sums = self._check_message(connection.peer, message, number, len(block_ids) - run.blocks)
+            run.first_window = run.first_window or time.monotonic() - run.begin
+            good = self._right(window, blocks, sums)
+            self._copy(window, good, block_ids[run.blocks : run.blocks + good])
+            run.blocks += good
+            if good < blocks:
+                run.status, run.why = Status.CHECKSUM_ERROR, f"{connection.peer}: block {run.blocks} of the request failed its check here"
+                return False
+            connection.send({"credit": number}, run.deadline)
+            number += 1
+
+    def _check_message(self, peer: str, message: dict[str, Any], number: int, left: int) -> tuple[int, npt.NDArray[np.uint64]]:
+        if field(message, "window", int, peer) != number:
+            raise WireError(f"{peer}: window {message['window']} where {number} was due")
+        blocks, sums = field(message, "blocks", int, peer), field(message, "sums", bytes, peer)
+        if not 0 < blocks <= min(left, self._windows.window_blocks) or len(sums) != 8 * blocks * self._windows.objects:
+            raise WireError(f"{peer}: {blocks} blocks with {len(sums)} bytes of checksums")
+        return blocks, np.frombuffer(sums, dtype="<u8").reshape(blocks, self._windows.objects)
+
+    def _right(self, window: int, blocks: int, sums: npt.NDArray[np.uint64]) -> int:
+        """Leading blocks that have their checksums."""
+        good = blocks
+        for index in range(self._windows.objects):
+            found = _native.multilinear64_rows(self._windows.rows(index, window, blocks))
+            wrong = np.flatnonzero(found != sums[:, index])
+            good = min(good, int(wrong[0]) if len(wrong) else blocks)
+        return good
+
+    def _copy(self, window: int, blocks: int, block_ids: npt.NDArray[np.uint32]) -> None:
+        first = self._windows.first_block(window)
+        ids = torch.from_numpy(block_ids.astype(np.int64))
+        for index, tensor in enumerate(self._tensors):
+            rows = self._windows.tensors[index][first : first + blocks]
+            rows = rows.view(tensor.dtype).view(blocks, *tensor.shape[1:])
+            tensor.index_copy_(0, ids.to(tensor.device), rows.to(tensor.device))
+
+
+@dataclass
+class _Run:
+    begin: float
+    deadline: float
+    blocks: int = 0
+    status: Status = Status.RETRY
+    why: str = ""
+    first_window: float = 0.0

@@ -10,9 +10,12 @@ import ctypes
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 from tutti_mooncake.errors import TuttiError
+
+RDMA_DEVICES = Path("/sys/class/infiniband")
 
 
 class TransportError(TuttiError):
@@ -68,6 +71,11 @@ class MooncakeTransport:
                 f"Mooncake's Transfer Engine can't be loaded ({error}); install tutti-mooncake[mooncake] and the system packages "
                 "libibverbs1 libnuma1 libcurl4"
             ) from error
+        # The engine itself takes TCP, without a word, in place of what it doesn't know or can't have.
+        if protocol not in ("tcp", "rdma"):
+            raise TransportError(f"protocol {protocol!r} of the Transfer Engine: tcp or rdma")
+        if protocol == "rdma" and not (RDMA_DEVICES.is_dir() and any(RDMA_DEVICES.iterdir())):
+            raise TransportError(f"the Transfer Engine can't use RDMA: {RDMA_DEVICES} shows no device; choose tcp, or load its driver")
         self.protocol = protocol
         self._engine: Any = TransferEngine()
         if self._engine.initialize(host, metadata, protocol, device) != 0:

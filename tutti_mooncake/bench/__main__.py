@@ -12,6 +12,7 @@ NAMES = {
     "index": "longest-prefix lookup, memory and recovery of an index of 10 M blocks",
     "enqueue": "what one call costs the engine's thread, 80 layers, 64 and 8,192 blocks",
     "gpu": "store and retrieve between files and GPU memory by the I/O kernel, against raw reads and the PCIe copy",
+    "remote": "blocks of another process's store, fetched over Mooncake's Transfer Engine, against a raw transfer of the same bytes",
     "ttft": "time to the first token of a long prompt in a real vLLM: cold, from its own memory, from our tier, from peers",
     "itl": "what the connector costs a real vLLM: time per token with nothing to do, and beside stores; against ExampleConnector",
 }

@@ -24,7 +24,7 @@ from tutti_mooncake.errors import TensorError
 from tutti_mooncake.geometry import Geometry
 from tutti_mooncake.keys import KeyArray
 from tutti_mooncake.remote.transport import Transport
-from tutti_mooncake.remote.windows import Windows, WindowsBusy
+from tutti_mooncake.remote.windows import Windows, WindowsBusy, blocks_of_a_window
 from tutti_mooncake.remote.wire import PROTOCOL_VERSION, Connection, Peer, WireError, field
 
 logger = logging.getLogger(__name__)
@@ -47,8 +47,8 @@ class FetchResult:
 
 
 class Fetcher:
-    """`tensors`: the engine's, as given to `LocalStore.register`. Thread-safe. `windows`, of `window_blocks` blocks each as at the owners',
-    bound memory and fetches that run at a time.
+    """`tensors`: the engine's, as given to `LocalStore.register`. Thread-safe. `windows`, each of `window_blocks` as at the owners' (about
+    8 MiB unless given), bound memory and how many fetches run at a time.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Fetcher:
         tensors: Sequence[torch.Tensor],
         *,
         windows: int = 12,
-        window_blocks: int = 32,
+        window_blocks: int | None = None,
     ) -> None:
         if geometry.tp_size > 1:
             raise TensorError("blocks of several ranks can't be fetched yet")
@@ -67,8 +67,9 @@ class Fetcher:
         self._geometry = geometry
         self._namespace = geometry.namespace_id
         self._transport = transport
-        self._tensors = list(tensors)
-        self._windows = Windows(geometry, transport, count=windows, window_blocks=window_blocks)
+        self._places = [_as_bytes(tensor, geometry.object_bytes) for tensor in tensors]
+        size = window_blocks or blocks_of_a_window(geometry)
+        self._windows = Windows(geometry, transport, count=windows, window_blocks=size)
         self._most = min(WINDOWS_OF_A_FETCH, windows)
 
     @property
@@ -199,12 +200,20 @@ class Fetcher:
         return good
 
     def _copy(self, window: int, blocks: int, block_ids: npt.NDArray[np.uint32]) -> None:
-        first = self._windows.first_block(window)
-        ids = torch.from_numpy(block_ids.astype(np.int64))
-        for index, tensor in enumerate(self._tensors):
-            rows = self._windows.tensors[index][first : first + blocks]
-            rows = rows.view(tensor.dtype).view(blocks, *tensor.shape[1:])
-            tensor.index_copy_(0, ids.to(tensor.device), rows.to(tensor.device))
+        ids = block_ids.astype(np.int64)
+        for index, place in enumerate(self._places):
+            rows = self._windows.rows(index, window, blocks)
+            if place.device.type == "cpu":
+                place.numpy()[ids] = rows  # a tenth of the time of index_copy_
+            else:
+                place.index_copy_(0, torch.from_numpy(ids).to(place.device), torch.from_numpy(rows).to(place.device))
+
+
+def _as_bytes(tensor: torch.Tensor, object_bytes: int) -> torch.Tensor:
+    """The same memory as uint8 of shape (blocks, object_bytes)."""
+    memory = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+    size = tensor.element_size()
+    return memory.as_strided((tensor.shape[0], object_bytes), (tensor.stride(0) * size, 1), tensor.storage_offset() * size)
 
 
 @dataclass

@@ -25,7 +25,7 @@ from tutti_mooncake import Status
 from tutti_mooncake.errors import TuttiError
 from tutti_mooncake.keys import KEY_BYTES, KeyArray
 from tutti_mooncake.remote.transport import Transport, TransportError
-from tutti_mooncake.remote.windows import Windows, WindowsBusy
+from tutti_mooncake.remote.windows import Windows, WindowsBusy, blocks_of_a_window
 from tutti_mooncake.remote.wire import PROTOCOL_VERSION, Connection, Peer, WireError, field
 from tutti_mooncake.store import LocalStore
 from tutti_mooncake.store.operations import RetrieveOperation
@@ -53,7 +53,8 @@ class _Request:
 
 
 class Owner:
-    """Listens on `host`:`port` (0 = any). `record`: this node's, at the time of a connection. Close it before the store.
+    """Listens on `host`:`port` (0 = any). `record`: this node's, at the time of a connection. `windows`, each of `window_blocks` (about
+    8 MiB unless given), bound its memory and how many requests it serves at a time. Close it before the store.
 
     Raises OSError, TransportError, and what `LocalStore.reader` raises.
     """
@@ -67,13 +68,14 @@ class Owner:
         host: str,
         port: int = 0,
         windows: int = 8,
-        window_blocks: int = 32,
+        window_blocks: int | None = None,
     ) -> None:
         self._store = store
         self._record = record
         self._transport = transport
         self._namespace = store.geometry.namespace_id
-        self._windows = Windows(store.geometry, transport, count=windows, window_blocks=window_blocks)
+        size = window_blocks or blocks_of_a_window(store.geometry)
+        self._windows = Windows(store.geometry, transport, count=windows, window_blocks=size)
         self._reader = store.reader(self._windows.tensors)
         self._lock = threading.Lock()
         self._closed = False

@@ -21,6 +21,15 @@ from tutti_mooncake.remote.transport import Piece, Transport
 _PAGE = 4096
 
 
+WINDOW_BYTES = 8 << 20
+"""About the size of a window, unless its blocks are given: many transfers' worth, and soon there."""
+
+
+def blocks_of_a_window(geometry: Geometry) -> int:
+    """The same at both ends, as their geometries are."""
+    return max(1, min(256, WINDOW_BYTES // geometry.payload_bytes_per_block))
+
+
 class WindowsBusy(Exception):
     """None became free in time."""
 

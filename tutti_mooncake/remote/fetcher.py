@@ -36,7 +36,9 @@ WINDOWS_OF_A_FETCH = 3
 
 @dataclass(frozen=True)
 class FetchResult:
-    """`blocks`: leading ones that are in the tensors. `status`: OK when these are all that were asked for; `why` for people."""
+    """`blocks`: leading ones that are in the tensors. `status`: OK when these are all that were asked for; REJECTED when no memory of ours
+    was free; NOT_FOUND when the owner holds no more. `why`: for people.
+    """
 
     blocks: int
     status: Status
@@ -104,7 +106,7 @@ class Fetcher:
             )
             ended = self._receive(connection, windows, block_ids, run)
         except WindowsBusy as error:
-            run.status, run.why = Status.RETRY, str(error)
+            run.status, run.why = Status.REJECTED, str(error)
         except WireError as error:
             run.status = Status.TIMEOUT if time.monotonic() >= run.deadline else Status.RETRY
             run.why = str(error)

@@ -1,0 +1,1 @@
+"""One node among others: where its engines get blocks that they don't have (docs/remote.md)."""

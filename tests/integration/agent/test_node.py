@@ -1,0 +1,143 @@
+"""Nodes in processes of their own, a real etcd and Mooncake's Transfer Engine: found, fetched from, killed and restarted."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.etcd_server import EtcdServer, etcd_binary
+from tests.pattern import PatternTensors, chain, geometry
+from tutti_mooncake import LocalStore, Status, StoreConfig
+from tutti_mooncake.keys import as_key_array
+
+pytest.importorskip("etcd3", reason="the module etcd3 is not installed (scripts/setup)")
+pytest.importorskip("mooncake.engine", reason="Mooncake's Transfer Engine can't be loaded", exc_type=ImportError)
+if not etcd_binary():
+    pytest.skip("there is no etcd (scripts/setup)", allow_module_level=True)
+
+from tutti_mooncake.agent.node import Node, NodeOptions
+from tutti_mooncake.directory.etcd_broker import EtcdOptions
+
+DEADLINE_SECONDS = 30.0
+PROMPT = chain("shared", 60)
+
+
+class NodeProcess:
+    """Of node_process.py."""
+
+    def __init__(self, root: Path, name: str, etcd: str, blocks: int) -> None:
+        command = [sys.executable, "-m", "tests.integration.agent.node_process", str(root), name, etcd, "shared", str(blocks)]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        assert self._process.stdout is not None
+        for line in self._process.stdout:  # the Transfer Engine may say something first
+            if line.startswith("ready "):
+                self.recovered = int(line.split()[1])
+                return
+        raise AssertionError(f"node {name} didn't start")
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+    def stop(self) -> None:
+        self._process.communicate("", timeout=30)
+
+
+@pytest.fixture
+def etcd(tmp_path: Path) -> Iterator[EtcdServer]:
+    server = EtcdServer(tmp_path / "etcd").start()
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+def here(tmp_path: Path, etcd: EtcdServer) -> Iterator[tuple[Node, PatternTensors]]:
+    """A node of this process, whose pool is empty."""
+    with LocalStore.open(StoreConfig(devices=(str(tmp_path / "here"),), capacity="16MiB", executor="posix"), geometry()) as store:
+        tensors = PatternTensors(geometry(), 200)
+        tensors.wipe()
+        store.register(tensors.tensors)
+        options = NodeOptions("here", "127.0.0.1", EtcdOptions([etcd.endpoint], 1.0), ttl_seconds=2, publish_seconds=0.1)
+        node = Node(store, tensors.tensors, options)
+        yield node, tensors
+        node.close()
+        node.close()
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    begin = time.monotonic()
+    while not condition():
+        assert time.monotonic() < begin + DEADLINE_SECONDS
+        time.sleep(0.01)
+
+
+def ahead(node: Node) -> int:
+    return node.sources.ahead(as_key_array(PROMPT), 0)
+
+
+def fetch(node: Node, first: int = 0) -> tuple[int, Status]:
+    fetched = node.sources.fetch(as_key_array(PROMPT), np.arange(first, first + len(PROMPT), dtype=np.uint32), seconds=20)
+    return fetched.blocks, fetched.status
+
+
+def nodes(etcd: EtcdServer, *arguments: str) -> tuple[int, str, str]:
+    command = [sys.executable, "-m", "tutti_mooncake.cli", "nodes", "--etcd", etcd.endpoint, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_a_prompt_of_another_node_survives_its_restart(tmp_path: Path, etcd: EtcdServer, here: tuple[Node, PatternTensors]) -> None:
+    node, tensors = here
+    other = NodeProcess(tmp_path / "there", "there", etcd.endpoint, 60)
+    wait_for(lambda: ahead(node) == 60)
+    assert fetch(node) == (60, Status.OK) and all(tensors.holds(key, i) for i, key in enumerate(PROMPT))
+    status, said, _ = nodes(etcd, "--json")
+    found = json.loads(said)
+    assert status == 0 and [(one["node"], one["blocks"]) for one in found["nodes"]] == [("here", 0), ("there", 60)] and not found["ended"]
+    first_epoch = found["nodes"][1]["epoch"]
+
+    other.kill()
+    tensors.wipe()
+    blocks, status_ = fetch(node)
+    assert blocks == 0 and status_ in (Status.RETRY, Status.NOT_FOUND)
+    wait_for(lambda: ahead(node) == 0)
+    assert "ended: node there" in nodes(etcd)[1]
+
+    again = NodeProcess(tmp_path / "there", "there", etcd.endpoint, 0)
+    assert again.recovered == 60
+    wait_for(lambda: ahead(node) == 60)
+    assert fetch(node, 100) == (60, Status.OK) and all(tensors.holds(key, 100 + i) for i, key in enumerate(PROMPT))
+    found = json.loads(nodes(etcd, "--json")[1])
+    assert found["nodes"][1]["epoch"] > first_epoch and not found["ended"] and found["distinct_blocks"] == 60
+
+    again.stop()
+    wait_for(lambda: node.view.node("there") is None)
+    assert json.loads(nodes(etcd, "--json")[1])["distinct_blocks"] == 0
+
+
+def test_the_longer_of_two_is_asked(tmp_path: Path, etcd: EtcdServer, here: tuple[Node, PatternTensors]) -> None:
+    node, tensors = here
+    short = NodeProcess(tmp_path / "short", "short", etcd.endpoint, 20)
+    long = NodeProcess(tmp_path / "long", "long", etcd.endpoint, 50)
+    wait_for(lambda: len(node.view.nodes()) == 3 and ahead(node) == 50)
+    assert fetch(node) == (50, Status.NOT_FOUND) and sum(tensors.holds(key, i) for i, key in enumerate(PROMPT)) == 50
+    short.kill()
+    long.kill()
+
+
+def test_a_cluster_whose_etcd_is_away_fetches_on(tmp_path: Path, etcd: EtcdServer, here: tuple[Node, PatternTensors]) -> None:
+    node, _ = here
+    other = NodeProcess(tmp_path / "there", "there", etcd.endpoint, 60)
+    wait_for(lambda: ahead(node) == 60)
+    etcd.kill()
+    wait_for(lambda: node.follower.last_error != "")
+    assert fetch(node) == (60, Status.OK)
+    assert nodes(etcd, "--timeout", "0.5")[0] == 1 and f"etcd at {etcd.endpoint}" in nodes(etcd, "--timeout", "0.5", "--json")[1]
+    other.kill()

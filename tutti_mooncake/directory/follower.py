@@ -7,18 +7,15 @@ that `usable` is false, and nobody is sent to other nodes.
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable
 
-from tutti_mooncake.directory.broker import Broker, BrokerError, Watch, WatchLost
+from tutti_mooncake.directory.broker import Broker, Watch, WatchLost
 from tutti_mooncake.directory.records import Keys
+from tutti_mooncake.directory.repeater import Repeater
 from tutti_mooncake.directory.view import DirectoryView
 
 logger = logging.getLogger(__name__)
-
-LEAST_PAUSE_SECONDS = 0.1
-MOST_PAUSE_SECONDS = 5.0
 
 
 class Follower:
@@ -44,9 +41,7 @@ class Follower:
         self._cluster = 0
         self._revision = 0
         self._contact = float("-inf")
-        self._pause = LEAST_PAUSE_SECONDS
-        self._stopping = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._repeater = Repeater("tutti-directory", self._repeat)
         self.resyncs = 0
         """Snapshots so far."""
         self.last_error = ""
@@ -64,15 +59,11 @@ class Follower:
 
     def start(self) -> None:
         """Follows in a thread of its own, until `stop`."""
-        self._thread = threading.Thread(target=self._run, name="tutti-directory", daemon=True)
-        self._thread.start()
+        self._repeater.start()
 
     def stop(self) -> None:
         """Returns when the thread has ended."""
-        self._stopping.set()
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        self._repeater.stop()
         self._lose()
 
     def step(self, timeout_seconds: float) -> bool:
@@ -90,11 +81,15 @@ class Follower:
             if self.stale_seconds >= self._check_seconds:
                 self._check()
             return False
-        except BrokerError as error:
+        except Exception as error:
             self._lose()
             if not isinstance(error, WatchLost):
                 self.last_error = str(error)
             raise
+
+    def _repeat(self) -> float:
+        self.step(self._check_seconds / 4)
+        return 0.0
 
     def _resync(self) -> None:
         snapshot = self._broker.snapshot(self._prefix)
@@ -112,7 +107,6 @@ class Follower:
 
     def _heard(self) -> None:
         self._contact = self._clock()
-        self._pause = LEAST_PAUSE_SECONDS
         self.last_error = ""
 
     def _lose(self) -> None:
@@ -122,21 +116,3 @@ class Follower:
                 watch.close()
             except Exception as error:
                 logger.debug("closing a watch: %s", error)
-
-    def _run(self) -> None:
-        while not self._stopping.is_set():
-            try:
-                self.step(self._check_seconds / 4)
-            except WatchLost as error:
-                logger.info("directory: %s; reading it anew", error)
-            except BrokerError as error:
-                logger.warning("directory: %s; trying again in %.1f s", error, self._pause)
-                self._wait()
-            except Exception:
-                logger.exception("directory: a defect; reading it anew in %.1f s", self._pause)
-                self._lose()
-                self._wait()
-
-    def _wait(self) -> None:
-        self._stopping.wait(self._pause)
-        self._pause = min(2 * self._pause, MOST_PAUSE_SECONDS)

@@ -11,20 +11,17 @@ Invariants:
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
 
 from tutti_mooncake.directory.broker import MOST_BATCH, Broker, BrokerError, Change, LeaseLost
 from tutti_mooncake.directory.records import Keys, NodeRecord, RecordError
+from tutti_mooncake.directory.repeater import Repeater
 from tutti_mooncake.directory.span_book import SpanBook
 from tutti_mooncake.directory.view import DirectoryView, Incarnation
 
 logger = logging.getLogger(__name__)
-
-LEAST_PAUSE_SECONDS = 0.1
-MOST_PAUSE_SECONDS = 5.0
 
 
 class Member:
@@ -63,9 +60,7 @@ class Member:
         self._published = float("-inf")
         self._reconcile_at = 0.0
         self._dead_since: dict[Incarnation, float] = {}
-        self._pause = LEAST_PAUSE_SECONDS
-        self._stopping = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._repeater = Repeater("tutti-member", self._repeat)
         self.superseded = False
         """Another process has taken this node's name, with a later epoch: this one is out of the directory for good."""
         self.registrations = 0
@@ -82,15 +77,11 @@ class Member:
 
     def start(self) -> None:
         """Registers and publishes in a thread of its own, until `stop` or `leave`."""
-        self._thread = threading.Thread(target=self._run, name="tutti-member", daemon=True)
-        self._thread.start()
+        self._repeater.start()
 
     def stop(self) -> None:
         """Returns when the thread has ended. The node is taken for alive until its lease runs out, as after a crash."""
-        self._stopping.set()
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        self._repeater.stop()
 
     def leave(self) -> None:
         """Stops, and takes the node and its spans out of the directory. Raises BrokerError; a reaper does the rest then."""
@@ -122,7 +113,6 @@ class Member:
             self.last_error = str(error)
             raise
         self.last_error = ""
-        self._pause = LEAST_PAUSE_SECONDS
 
     def _someone_later(self) -> bool:
         seen = self._view.node(self.record.node)
@@ -199,19 +189,6 @@ class Member:
             if now - since >= self._reap_seconds:
                 self._broker.delete_prefix(self._keys.spans_of(node, epoch))
 
-    def _run(self) -> None:
-        tick = min(self._publish_seconds, self._ttl_seconds / 10)
-        while not self._stopping.is_set() and not self.superseded:
-            try:
-                self.step()
-                self._stopping.wait(tick)
-            except BrokerError as error:
-                logger.warning("directory: %s; trying again in %.1f s", error, self._pause)
-                self._wait()
-            except Exception:
-                logger.exception("directory: a defect; trying again in %.1f s", self._pause)
-                self._wait()
-
-    def _wait(self) -> None:
-        self._stopping.wait(self._pause)
-        self._pause = min(2 * self._pause, MOST_PAUSE_SECONDS)
+    def _repeat(self) -> float | None:
+        self.step()
+        return None if self.superseded else min(self._publish_seconds, self._ttl_seconds / 10)

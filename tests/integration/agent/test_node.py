@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +13,7 @@ import pytest
 
 from tests.etcd_server import EtcdServer, etcd_binary
 from tests.pattern import PatternTensors, chain, geometry
+from tests.waiting import wait_for
 from tutti_mooncake import LocalStore, Status, StoreConfig
 from tutti_mooncake.keys import as_key_array
 
@@ -25,7 +25,6 @@ if not etcd_binary():
 from tutti_mooncake.agent.node import Node, NodeOptions
 from tutti_mooncake.directory.etcd_broker import EtcdOptions
 
-DEADLINE_SECONDS = 30.0
 PROMPT = chain("shared", 60)
 
 
@@ -69,13 +68,6 @@ def here(tmp_path: Path, etcd: EtcdServer) -> Iterator[tuple[Node, PatternTensor
         yield node, tensors
         node.close()
         node.close()
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    begin = time.monotonic()
-    while not condition():
-        assert time.monotonic() < begin + DEADLINE_SECONDS
-        time.sleep(0.01)
 
 
 def ahead(node: Node) -> int:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tests.etcd_server import EtcdServer
+from tests.waiting import wait_for
 from tutti_mooncake.directory.etcd_broker import EtcdBroker, EtcdOptions
 from tutti_mooncake.directory.follower import Follower
 from tutti_mooncake.directory.member import Member
@@ -20,7 +21,6 @@ from tutti_mooncake.directory.view import DirectoryView
 KEYS = Keys("test")
 NAMESPACE = bytes(16)
 TTL_SECONDS = 2.0
-DEADLINE_SECONDS = 30.0
 
 
 def hashes(*of: int) -> ShortHashes:
@@ -65,15 +65,6 @@ def nodes(etcd: EtcdServer) -> Iterator[tuple[Node, Node]]:
     yield both
     for node in both:
         node.crash()
-
-
-def wait_for(condition: Callable[[], bool]) -> float:
-    """Seconds until it holds."""
-    begin = time.monotonic()
-    while not condition():
-        assert time.monotonic() < begin + DEADLINE_SECONDS
-        time.sleep(0.01)
-    return time.monotonic() - begin
 
 
 def down_for(node: Node, seconds: float) -> None:

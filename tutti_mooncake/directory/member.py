@@ -98,13 +98,15 @@ class Member:
         try:
             if self._someone_later():
                 self._step_down()
-                return
-            self._hold_lease()
+            else:
+                self._hold_lease()
             now = self._clock()
-            if now >= self._reconcile_at:
+            if now >= self._reconcile_at and not self.superseded:
                 self._book.join()
                 self._reconcile()
                 self._reconcile_at = now + self._reconcile_seconds
+            if self.superseded:
+                return
             if now - self._published >= self._publish_seconds:
                 self._publish()
                 self._published = now
@@ -134,25 +136,31 @@ class Member:
             except LeaseLost:
                 logger.warning("directory: the lease of node %s had run out; registering again", self.record.node)
                 self._lease = 0
-        if not self.registrations:
-            self._begin_later()
-        if not self._lease:
-            lease = self._broker.grant(self._ttl_seconds)
-            self._broker.apply([Change(self._keys.node(self.record.node), self.record.encode())], lease)
-            self._lease, self._kept = lease, now
-            self._reconcile_at = now
-            self.registrations += 1
+        if self._lease:
+            return
+        there = self._epoch_there()
+        if self.registrations and there > self.record.epoch:
+            self._step_down()
+            return
+        if not self.registrations and there >= self.record.epoch:  # a start is later than those before, also where the clock went back
+            self.record = replace(self.record, epoch=there + 1)
+        lease = self._broker.grant(self._ttl_seconds)
+        self._put_record(lease)
+        self._lease, self._kept = lease, now
+        self._reconcile_at = now
+        self.registrations += 1
 
-    def _begin_later(self) -> None:
-        """A start is later than those before it, also where the clock has gone back since."""
+    def _epoch_there(self) -> int:
+        """Of the record under this node's name; 0 where there is none that can be read."""
         key = self._keys.node(self.record.node)
         value = self._broker.snapshot(key).items.get(key)
         try:
-            before = 0 if value is None else NodeRecord.decode(self.record.node, value).epoch
+            return 0 if value is None else NodeRecord.decode(self.record.node, value).epoch
         except RecordError:
-            return  # whatever it is, it is replaced
-        if before >= self.record.epoch:
-            self.record = replace(self.record, epoch=before + 1)
+            return 0
+
+    def _put_record(self, lease: int) -> None:
+        self._broker.apply([Change(self._keys.node(self.record.node), self.record.encode())], lease)
 
     def _publish(self) -> None:
         while taken := self._book.take(MOST_BATCH):
@@ -168,8 +176,14 @@ class Member:
             self.writes += 1
 
     def _reconcile(self) -> None:
-        """Compares all of this node's records with the book; spans of its earlier epochs go."""
+        """Compares all of this node's records with what they should be; spans of its earlier epochs go."""
         own = self.record
+        there_epoch = self._epoch_there()
+        if there_epoch > own.epoch:
+            self._step_down()
+            return
+        if there_epoch != own.epoch:
+            self._put_record(self._lease)
         there = dict(self._broker.snapshot(self._keys.spans_of(own.node)).items)
         wanted = {self._keys.span(own.node, own.epoch, number): span.encode() for number, span in self._book.all()}
         changes = [Change(key, None) for key in there if key not in wanted]

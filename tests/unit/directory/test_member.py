@@ -183,6 +183,33 @@ def test_of_two_processes_of_one_name_the_later_stays(clock: Clock, node: Callab
     assert other.sees(1, 2) == {"a": 1} and other.view.stats().spans == 1
 
 
+def test_the_earlier_of_two_does_not_come_back_after_an_outage(broker: MemoryBroker, clock: Clock, node: Callable[..., Node]) -> None:
+    first, second, other = node("a", 1), node("a", 2), node("b")
+    steps(clock, 2, first)
+    clock.now += TTL + 1  # its lease runs out unseen
+    second.book.add(NAMESPACE, 0, 0, hashes(1))
+    steps(clock, 2, second, other)
+    first.member.step()  # without having heard of the second
+    assert first.member.superseded and first.member.registrations == 1
+    steps(clock, 2, second, other)
+    assert other.sees(1) == {"a": 1}
+
+
+def test_a_record_that_someone_else_put_in_its_place_is_mended(broker: MemoryBroker, clock: Clock, node: Callable[..., Node]) -> None:
+    a, b = node("a", 5), node("b")
+    a.book.add(NAMESPACE, 0, 0, hashes(1))
+    steps(clock, 2, a, b)
+    for value in (NodeRecord("a", 4).encode(), b"nonsense"):
+        broker.apply([Change(KEYS.node("a"), value)])
+        b.step()
+        assert b.sees(1) == {}
+        steps(clock, 301, a, b)
+        assert b.sees(1) == {"a": 1} and not a.member.superseded
+    broker.apply([Change(KEYS.node("a"), None)])
+    steps(clock, 301, a, b)
+    assert b.sees(1) == {"a": 1}
+
+
 def test_a_node_that_leaves_takes_everything_along(broker: MemoryBroker, clock: Clock, node: Callable[..., Node]) -> None:
     a, b = node("a"), node("b")
     a.book.add(NAMESPACE, 0, 0, hashes(1))

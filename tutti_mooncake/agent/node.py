@@ -89,13 +89,14 @@ class Node:
                 record,
                 self.book,
                 self.view,
+                usable=lambda: self.follower.usable,
                 ttl_seconds=options.ttl_seconds,
                 publish_seconds=options.publish_seconds,
             )
             fetcher = Fetcher(options.name, store.geometry, transport, tensors)
             started.callback(fetcher.close)
             self.sources = Sources(self.view, lambda: self.follower.usable, fetcher, store.geometry.namespace_id, zone=options.zone)
-            announce(store, self.book)
+            started.callback(announce(store, self.book))
             self.follower.start()
             started.callback(self.follower.stop)
             self.member.start()

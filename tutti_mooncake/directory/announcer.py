@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from tutti_mooncake.directory.records import short_hashes
@@ -11,8 +13,8 @@ from tutti_mooncake.store import LocalStore
 from tutti_mooncake.store.announcements import StoredBlocks
 
 
-def announce(store: LocalStore, book: SpanBook) -> None:
-    """Puts all blocks of `store` into `book`, and keeps that so for as long as the store is open."""
+def announce(store: LocalStore, book: SpanBook) -> Callable[[], None]:
+    """Puts all blocks of `store` into `book`, and keeps that so for as long as the store is open, or until the result is called."""
     namespace = store.geometry.namespace_id
 
     def stored(blocks: StoredBlocks) -> None:
@@ -24,4 +26,4 @@ def announce(store: LocalStore, book: SpanBook) -> None:
     def removed(keys: KeyArray) -> None:
         book.remove(namespace, short_hashes(keys))
 
-    store.listen(stored, removed)
+    return store.listen(stored, removed)

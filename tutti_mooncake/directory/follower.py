@@ -19,7 +19,9 @@ logger = logging.getLogger(__name__)
 
 
 class Follower:
-    """`check_seconds`: how often a quiet control plane is asked whether it still answers. `step` is for those who don't `start`."""
+    """`check_seconds`: how often a quiet control plane is asked whether it still answers. `resync_seconds`: how often all is read anew, as
+    a watch may end without a word. `step` is for those who don't `start`.
+    """
 
     def __init__(
         self,
@@ -29,6 +31,7 @@ class Follower:
         *,
         check_seconds: float = 2.0,
         most_stale_seconds: float = 30.0,
+        resync_seconds: float = 120.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._broker = broker
@@ -36,6 +39,8 @@ class Follower:
         self._view = view
         self._check_seconds = check_seconds
         self._most_stale_seconds = most_stale_seconds
+        self._resync_seconds = resync_seconds
+        self._synced = float("-inf")
         self._clock = clock
         self._watch: Watch | None = None
         self._cluster = 0
@@ -69,7 +74,8 @@ class Follower:
     def step(self, timeout_seconds: float) -> bool:
         """Takes in what comes within that time; whether anything did. Raises BrokerError; the next step begins with a snapshot then."""
         try:
-            if self._watch is None:
+            if self._watch is None or self._clock() - self._synced >= self._resync_seconds:
+                self._lose()
                 self._resync()
                 return True
             got = self._watch.next(timeout_seconds)
@@ -97,6 +103,7 @@ class Follower:
         self._view.replace(snapshot.items)
         self._cluster, self._revision = snapshot.cluster, snapshot.revision
         self.resyncs += 1
+        self._synced = self._clock()
         self._heard()
 
     def _check(self) -> None:

@@ -11,6 +11,7 @@ Invariants:
 from __future__ import annotations
 
 import logging
+import secrets
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,10 +24,15 @@ from tutti_mooncake.directory.view import DirectoryView, Incarnation
 
 logger = logging.getLogger(__name__)
 
+MOST_BATCHES = 32
+"""Of one step, so that it ends; the lease is looked after between batches."""
+EPOCH_SPREAD = 1 << 16
+"""Two processes that begin behind the same record at once don't get the same epoch, most likely."""
+
 
 class Member:
     """`record`: its epoch is raised at the first registration where one not earlier is there. `view`: where the dead are seen, kept by a
-    Follower. `ttl_seconds`: how long the node is taken for alive after it was last heard of.
+    Follower; `usable`: whether it is fresh. `ttl_seconds`: how long the node is taken for alive after it was last heard of.
     `publish_seconds`: between batches; changes of one span within that time are written once. `reap_seconds`: between a node's end and the
     deletion of its spans. `step` and the thread of `start` exclude each other.
     """
@@ -43,6 +49,7 @@ class Member:
         publish_seconds: float = 1.0,
         reconcile_seconds: float = 300.0,
         reap_seconds: float = 60.0,
+        usable: Callable[[], bool] = lambda: True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.record = record
@@ -54,6 +61,7 @@ class Member:
         self._publish_seconds = publish_seconds
         self._reconcile_seconds = reconcile_seconds
         self._reap_seconds = reap_seconds
+        self._usable = usable
         self._clock = clock
         self._lease = 0
         self._kept = 0.0
@@ -122,6 +130,7 @@ class Member:
 
     def _step_down(self) -> None:
         self.superseded = True
+        self._book.abandon()
         self._lease = 0  # its key is the other's now; it runs out by itself
         logger.error(
             "another process has joined as node %s; this one leaves the directory (give each node a name of its own)", self.record.node
@@ -143,7 +152,7 @@ class Member:
             self._step_down()
             return
         if not self.registrations and there >= self.record.epoch:  # a start is later than those before, also where the clock went back
-            self.record = replace(self.record, epoch=there + 1)
+            self.record = replace(self.record, epoch=there + 1 + secrets.randbelow(EPOCH_SPREAD))
         lease = self._broker.grant(self._ttl_seconds)
         self._put_record(lease)
         self._lease, self._kept = lease, now
@@ -163,7 +172,9 @@ class Member:
         self._broker.apply([Change(self._keys.node(self.record.node), self.record.encode())], lease)
 
     def _publish(self) -> None:
-        while taken := self._book.take(MOST_BATCH):
+        for _ in range(MOST_BATCHES):
+            if not (taken := self._book.take(MOST_BATCH)):
+                return
             own = self.record
             changes = [
                 Change(self._keys.span(own.node, own.epoch, number), None if span is None else span.encode()) for number, span in taken
@@ -174,6 +185,9 @@ class Member:
                 self._book.put_back([number for number, _ in taken])
                 raise
             self.writes += 1
+            self._hold_lease()
+            if self.superseded:
+                return
 
     def _reconcile(self) -> None:
         """Compares all of this node's records with what they should be; spans of its earlier epochs go."""
@@ -186,22 +200,41 @@ class Member:
             self._put_record(self._lease)
         there = dict(self._broker.snapshot(self._keys.spans_of(own.node)).items)
         wanted = {self._keys.span(own.node, own.epoch, number): span.encode() for number, span in self._book.all()}
-        changes = [Change(key, None) for key in there if key not in wanted]
+        changes = [Change(key, None) for key in there if key not in wanted and not self._is_later(key)]
         changes += [Change(key, value) for key, value in wanted.items() if there.get(key) != value]
         for begin in range(0, len(changes), MOST_BATCH):
             self._broker.apply(changes[begin : begin + MOST_BATCH])
             self.writes += 1
+            self._hold_lease()
+            if self.superseded or self._repeater.stopping:
+                return
+
+    def _is_later(self, key: str) -> bool:
+        """Whether a span is of a later start of this node: another process is taking over."""
+        try:
+            return self._keys.parse_span(key)[1] > self.record.epoch
+        except RecordError:
+            return False
 
     def _reap(self, now: float) -> None:
         """The first of the living deletes what the dead have left."""
         dead = self._view.dead()
         self._dead_since = {one: self._dead_since.get(one, now) for one in dead}
         living = self._view.nodes()
-        if not living or living[0].node != self.record.node:
+        if not self._usable() or not living or living[0].node != self.record.node:
             return
         for (node, epoch), since in self._dead_since.items():
-            if now - since >= self._reap_seconds:
+            if now - since >= self._reap_seconds and not self._may_live(node, epoch):
                 self._broker.delete_prefix(self._keys.spans_of(node, epoch))
+
+    def _may_live(self, node: str, epoch: int) -> bool:
+        """Asks the control plane itself: the view may be behind, and a record of a later version can't be read here."""
+        key = self._keys.node(node)
+        value = self._broker.snapshot(key).items.get(key)
+        try:
+            return value is not None and NodeRecord.decode(node, value).epoch == epoch
+        except RecordError:
+            return True
 
     def _repeat(self) -> float | None:
         self.step()

@@ -25,6 +25,11 @@ class Repeater:
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
 
+    @property
+    def stopping(self) -> bool:
+        """Whether `stop` was called."""
+        return self._stopping.is_set()
+
     def start(self) -> None:
         """Begins, in a thread of its own."""
         self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)

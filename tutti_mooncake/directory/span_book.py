@@ -36,6 +36,8 @@ class SpanBook:
         self._spans: dict[int, _Span] = {}
         self._span_of: dict[tuple[bytes, int], int] = {}
         self._dirty: dict[int, None] = {}
+        self._taken: set[int] = set()  # spans that may have been written
+        self._abandoned = False
         self._next = 1
 
     @property
@@ -53,6 +55,8 @@ class SpanBook:
         are.
         """
         with self._lock:
+            if self._abandoned:
+                return
             before = parent
             for offset, short in enumerate(hashes.tolist()):
                 if (namespace, short) not in self._span_of:
@@ -86,7 +90,11 @@ class SpanBook:
                 for short in span.hashes:
                     self._span_of[span.namespace, short] = first
                 del self._spans[number]
-                self._dirty |= {number: None, first: None}
+                self._dirty[first] = None
+                if number in self._taken:
+                    self._dirty[number] = None
+                else:
+                    self._dirty.pop(number, None)
                 joined += 1
             return joined
 
@@ -96,12 +104,23 @@ class SpanBook:
             numbers = [number for number, _ in zip(self._dirty, range(most), strict=False)]
             for number in numbers:
                 del self._dirty[number]
+                if number in self._spans:
+                    self._taken.add(number)
+                else:
+                    self._taken.discard(number)
             return [(number, self._spans[number].record() if number in self._spans else None) for number in numbers]
 
     def put_back(self, numbers: Sequence[int]) -> None:
-        """These couldn't be written: they are taken again, first of all."""
+        """These couldn't be written, as far as is known: they are taken again, first of all."""
         with self._lock:
             self._dirty = dict.fromkeys(numbers) | self._dirty
+            self._taken.update(numbers)
+
+    def abandon(self) -> None:
+        """Forgets everything, for good: nobody will take it."""
+        with self._lock:
+            self._abandoned = True
+            self._spans, self._span_of, self._dirty, self._taken = {}, {}, {}, set()
 
     def all(self) -> Iterator[tuple[int, SpanRecord]]:
         """All spans, as of now."""
@@ -131,6 +150,8 @@ class SpanBook:
         span.hashes = kept[:first]
         if not span.hashes:
             del self._spans[number]
+            if number not in self._taken:  # nobody has heard of it
+                del self._dirty[number]
         new = None
         for i in range(first, len(kept)):
             if kept[i] in gone:

@@ -1,9 +1,12 @@
 """Fetches blocks that another node holds into this engine's KV tensors.
 
-The owner pushes them into registered windows here; each window's bytes are compared with their checksums, copied to where the engine wants
-them, and the window is given back to the owner. What fails a check, or comes from anyone but the node and epoch that was meant, is never
-copied. Invariants: blocks of the result are the leading ones, whole and right; a window into which the owner may still write isn't used
-again before the owner has said that it is done, or `QUARANTINE_SECONDS` have passed since its connection was lost.
+The owner pushes them into registered windows here; each window's bytes are copied into memory that nobody else can write, compared with
+their checksums there, and copied on to where the engine wants them; then the window is given back to the owner. What fails a check, or
+comes from anyone but the node and epoch that was meant, goes nowhere.
+
+Invariants: blocks of the result are the leading ones, whole and right, whoever writes into windows whenever. A window into which the owner
+may still write isn't used again before the owner has said that it is done and clean, or `QUARANTINE_SECONDS` have passed; what came
+later still would make the next fetch fail its check, no more.
 """
 
 from __future__ import annotations
@@ -29,7 +32,9 @@ from tutti_mooncake.remote.wire import PROTOCOL_VERSION, Connection, Peer, WireE
 
 logger = logging.getLogger(__name__)
 
-QUARANTINE_SECONDS = 60.0
+QUARANTINE_SECONDS = 10.0
+PROGRESS_SECONDS = 5.0
+"""An owner that says nothing for so long is given up."""
 WINDOWS_OF_A_FETCH = 3
 """One is filled, one announced, one copied."""
 
@@ -135,7 +140,7 @@ class Fetcher:
             raise WireError(f"node {owner.node} at {owner.address}: {error}") from error
         connection = Connection(sock, f"node {owner.node} at {owner.address}")
         try:
-            theirs = connection.receive(deadline)
+            theirs = connection.receive(min(deadline, time.monotonic() + PROGRESS_SECONDS))
             if theirs.get("v") != PROTOCOL_VERSION:
                 raise WireError(f"{connection.peer}: protocol {theirs.get('v')!r}; this one is {PROTOCOL_VERSION}")
             if theirs.get("node") != owner.node or theirs.get("epoch") != owner.epoch:
@@ -164,19 +169,20 @@ class Fetcher:
         """True once the owner has said that it is done."""
         number = 0
         while True:
-            message = connection.receive(run.deadline)
+            message = connection.receive(min(run.deadline, time.monotonic() + PROGRESS_SECONDS))
             if "end" in message:
                 status = field(message, "status", int, connection.peer)
                 run.status = Status(status) if status in set(Status) else Status.RETRY
                 run.why = run.why or field(message, "why", str, connection.peer)
                 if run.status is Status.OK and run.blocks < len(block_ids):
                     run.status, run.why = Status.NOT_FOUND, f"{connection.peer} holds {run.blocks} of {len(block_ids)} blocks"
-                return True
+                return message.get("clean") is True
             window = windows[number % len(windows)]
             blocks, sums = self._check_message(connection.peer, message, number, len(block_ids) - run.blocks)
             run.first_window = run.first_window or time.monotonic() - run.begin
-            good = self._right(window, blocks, sums)
-            self._copy(window, good, block_ids[run.blocks : run.blocks + good])
+            mine = self._take(window, blocks)
+            good = _right(mine, sums)
+            self._place(mine[:, :good], block_ids[run.blocks : run.blocks + good])
             run.blocks += good
             if good < blocks:
                 run.status, run.why = Status.CHECKSUM_ERROR, f"{connection.peer}: block {run.blocks} of the request failed its check here"
@@ -192,23 +198,31 @@ class Fetcher:
             raise WireError(f"{peer}: {blocks} blocks with {len(sums)} bytes of checksums")
         return blocks, np.frombuffer(sums, dtype="<u8").reshape(blocks, self._windows.objects)
 
-    def _right(self, window: int, blocks: int, sums: npt.NDArray[np.uint64]) -> int:
-        """Leading blocks that have their checksums."""
-        good = blocks
-        for index in range(self._windows.objects):
-            found = _native.multilinear64_rows(self._windows.rows(index, window, blocks))
-            wrong = np.flatnonzero(found != sums[:, index])
-            good = min(good, int(wrong[0]) if len(wrong) else blocks)
-        return good
+    def _take(self, window: int, blocks: int) -> npt.NDArray[np.uint8]:
+        """A copy of the window's leading blocks, of shape (objects, blocks, object_bytes)."""
+        return np.stack([self._windows.rows(index, window, blocks) for index in range(self._windows.objects)])
 
-    def _copy(self, window: int, blocks: int, block_ids: npt.NDArray[np.uint32]) -> None:
+    def _place(self, rows: npt.NDArray[np.uint8], block_ids: npt.NDArray[np.uint32]) -> None:
+        """Returns when the bytes are there."""
         ids = block_ids.astype(np.int64)
-        for index, place in enumerate(self._places):
-            rows = self._windows.rows(index, window, blocks)
+        for place, of_object in zip(self._places, rows, strict=True):
             if place.device.type == "cpu":
-                place.numpy()[ids] = rows  # a tenth of the time of index_copy_
+                place.numpy()[ids] = of_object  # a tenth of the time of index_copy_
             else:
-                place.index_copy_(0, torch.from_numpy(ids).to(place.device), torch.from_numpy(rows).to(place.device))
+                place.index_copy_(0, torch.from_numpy(ids).to(place.device), torch.from_numpy(of_object).to(place.device))
+        device = self._places[0].device
+        if device.type == "cuda":  # what engines do on other streams comes after it, and so does their next use of these blocks
+            torch.cuda.current_stream(device).synchronize()
+
+
+def _right(rows: npt.NDArray[np.uint8], sums: npt.NDArray[np.uint64]) -> int:
+    """Leading blocks that have their checksums. `rows`: of shape (objects, blocks, object_bytes); `sums`: (blocks, objects)."""
+    good = int(rows.shape[1])
+    for index, of_object in enumerate(rows):
+        wrong = np.flatnonzero(_native.multilinear64_rows(of_object) != sums[:, index])
+        if len(wrong):
+            good = min(good, int(wrong[0]))
+    return good
 
 
 def _as_bytes(tensor: torch.Tensor, object_bytes: int) -> torch.Tensor:

@@ -22,7 +22,6 @@ from typing import Any
 import numpy as np
 
 from tutti_mooncake import Status
-from tutti_mooncake.errors import TuttiError
 from tutti_mooncake.keys import KEY_BYTES, KeyArray
 from tutti_mooncake.remote.transport import Transport, TransportError
 from tutti_mooncake.remote.windows import Windows, WindowsBusy, blocks_of_a_window
@@ -37,7 +36,8 @@ IDLE_SECONDS = 300.0
 """How long a connection may ask for nothing."""
 LONGEST_SECONDS = 300.0
 """Of a request, whatever deadline it names."""
-DRAIN_SECONDS = 30.0
+QUARANTINE_SECONDS = 60.0
+"""Of a window whose transfer failed: the Transfer Engine may go on with parts of it for a while."""
 MOST_CONNECTIONS = 64
 
 
@@ -75,13 +75,17 @@ class Owner:
         self._transport = transport
         self._namespace = store.geometry.namespace_id
         size = window_blocks or blocks_of_a_window(store.geometry)
-        self._windows = Windows(store.geometry, transport, count=windows, window_blocks=size)
-        self._reader = store.reader(self._windows.tensors)
+        with contextlib.ExitStack() as made:
+            self._listener = socket.create_server((host, port))
+            made.callback(self._listener.close)
+            self._windows = Windows(store.geometry, transport, count=windows, window_blocks=size)
+            made.callback(self._windows.close)
+            self._reader = store.reader(self._windows.tensors)
+            made.pop_all()
         self._lock = threading.Lock()
         self._closed = False
         self._connections: dict[Connection, threading.Thread] = {}
         self.counters = {"requests": 0, "blocks": 0, "bytes": 0, "failed": 0, "refused": 0}
-        self._listener = socket.create_server((host, port))
         self.address = f"{host}:{self._listener.getsockname()[1]}"
         self._thread = threading.Thread(target=self._accept, name="tutti-owner", daemon=True)
         self._thread.start()
@@ -100,6 +104,7 @@ class Owner:
         self._listener.close()
         for thread in running.values():
             thread.join()
+        self._reader.close()  # before its memory goes
         self._windows.close()
 
     def _accept(self) -> None:
@@ -118,8 +123,14 @@ class Owner:
                     connection.close()
                     continue
                 thread = threading.Thread(target=self._serve, args=(connection,), name="tutti-owner-connection", daemon=True)
+                try:
+                    thread.start()  # waits for the lock at its end, not before
+                except RuntimeError as error:
+                    logger.error("remote reads: %s; %s is sent away", error, connection.peer)
+                    self.counters["refused"] += 1
+                    connection.close()
+                    continue
                 self._connections[connection] = thread
-            thread.start()
 
     def _serve(self, connection: Connection) -> None:
         try:
@@ -148,17 +159,20 @@ class Owner:
     def _answer(self, connection: Connection, message: dict[str, Any]) -> None:
         request = self._parse(connection.peer, message)
         self.counters["requests"] += 1
-        blocks, status, why = 0, Status.NOT_FOUND, ""
+        blocks, status, why, clean = 0, Status.NOT_FOUND, "", True
         pin = self._store.pin(self._store.salted(request.keys), LONGEST_SECONDS)
         try:
             if pin.blocks:
                 blocks, status, why = self._push(connection, request, pin.blocks)
-        except (WindowsBusy, TransportError) as error:
+        except WindowsBusy as error:
             status, why = Status.RETRY, str(error)
+        except TransportError as error:
+            status, why, clean = Status.RETRY, str(error), False
         finally:
             self._store.unpin(pin)
         self.counters["failed"] += status not in (Status.OK, Status.NOT_FOUND)
-        connection.send({"end": True, "blocks": blocks, "status": int(status), "why": why}, request.deadline + HELLO_SECONDS)
+        end = {"end": True, "blocks": blocks, "status": int(status), "why": why, "clean": clean}
+        connection.send(end, request.deadline + HELLO_SECONDS)
 
     def _push(self, connection: Connection, request: _Request, resident: int) -> tuple[int, Status, str]:
         """Blocks that were pushed, and how it ended."""
@@ -184,7 +198,14 @@ class Owner:
                 if good:
                     target = request.windows[number % len(request.windows)]
                     pieces = self._windows.pieces(window, good, request.base, request.blocks, target)
-                    self._transport.write(request.segment, pieces)
+                    if self._left(request) <= 0:  # as after a pause of the whole process: their memory may be in other use by now
+                        return pushed, Status.TIMEOUT, "the deadline of the request has passed"
+                    try:
+                        self._transport.write(request.segment, pieces)
+                    except TransportError:  # a part of it may still be on its way, out of this window
+                        del reads[number]
+                        self._windows.quarantine(window, QUARANTINE_SECONDS)
+                        raise
                     sums = operation.plan.sums()[: good * self._windows.objects]  # type: ignore[union-attr]
                     connection.send({"window": number, "blocks": good, "sums": sums.tobytes()}, request.deadline)
                     pushed += good
@@ -208,18 +229,16 @@ class Owner:
             keys = self._store.salted(request.keys[begin:end])
             blocks = range(first, first + end - begin)
             return window, self._reader.retrieve(keys, blocks, deadline_seconds=max(0.001, self._left(request)))
-        except TuttiError:
+        except BaseException:
             self._windows.release(window)
             raise
 
     def _give_back(self, window: int, operation: RetrieveOperation) -> None:
         plan = operation.plan
-        if plan is None or plan.drained() or plan.wait_drained(DRAIN_SECONDS):  # type: ignore[attr-defined]
+        if plan is None or plan.drained():
             self._windows.release(window)
         else:
-            logger.error(
-                "a read of the store didn't end in %.0f s; its window of %d blocks is lost", DRAIN_SECONDS, self._windows.window_blocks
-            )
+            self._windows.release_when(window, plan.drained)
 
     def _parse(self, peer: str, message: dict[str, Any]) -> _Request:
         keys = field(message, "keys", bytes, peer)

@@ -60,6 +60,7 @@ class Windows:
         self._changed = threading.Condition()
         self._free = deque(range(count))
         self._quarantined: list[tuple[float, int]] = []
+        self._busy: list[tuple[Callable[[], bool], int]] = []
         self._turn, self._served = 0, 0
         self._gone: set[int] = set()  # turns that are over before those ahead of them
         transport.register(self.base, size)
@@ -102,6 +103,12 @@ class Windows:
         with self._changed:
             self._quarantined.append((self._clock() + seconds, window))
 
+    def release_when(self, window: int, over: Callable[[], bool]) -> None:
+        """It may be handed out again once `over()`, which is asked when somebody wants one."""
+        with self._changed:
+            self._busy.append((over, window))
+            self._changed.notify_all()
+
     def first_block(self, window: int) -> int:
         """Of a window."""
         return window * self.window_blocks
@@ -142,6 +149,13 @@ class Windows:
         now = self._clock()
         self._free.extend(window for until, window in self._quarantined if until <= now)
         self._quarantined = [(until, window) for until, window in self._quarantined if until > now]
+        waiting = []
+        for over, window in self._busy:
+            if over():
+                self._free.append(window)
+            else:
+                waiting.append((over, window))
+        self._busy = waiting
 
     def _leave(self, turn: int) -> None:
         self._gone.add(turn)

@@ -36,11 +36,22 @@ class Announcements:
         self._history = history
         self._listeners: list[Callable[[StoredBlocks], None]] = []
 
+    @property
+    def heard(self) -> bool:
+        """Whether anybody listens."""
+        return bool(self._listeners)
+
     def listen(self, stored: Callable[[StoredBlocks], None], removed: Callable[[KeyArray], None]) -> None:
         """Tells `stored` of all blocks there are, and from now on of new ones, and `removed` of the salted keys of those that go."""
         self._history.listen(removed)
         self._listeners.append(stored)
         self._tell([stored], self._table.resident_slots(0, self._table.slots))
+
+    def unlisten(self, stored: Callable[[StoredBlocks], None], removed: Callable[[KeyArray], None]) -> None:
+        """Tells these no more."""
+        if stored in self._listeners:
+            self._listeners.remove(stored)
+            self._history.unlisten(removed)
 
     def published(self, slots: npt.NDArray[np.uint32]) -> None:
         """The blocks in these slots can be found."""

@@ -62,12 +62,16 @@ class History:
         """From now on `listener` is called too with the salted keys of every removal, from any thread."""
         self._listeners.append(listener)
 
-    def removed(self, keys: KeyArray, reason: Removal) -> None:
-        """Notes that these (salted) keys were removed just now."""
+    def unlisten(self, listener: Callable[[KeyArray], None]) -> None:
+        """Calls it no more."""
+        self._listeners.remove(listener)
+
+    def removed(self, keys: KeyArray, reason: Removal, gone: KeyArray | None = None) -> None:
+        """Notes that these (salted) keys were removed just now. `gone`: those of them that listeners are told of; all unless given."""
         if not len(keys):
             return
-        for listener in self._listeners:
-            listener(keys)
+        for listener in list(self._listeners):
+            listener(keys if gone is None else gone)
         latest = keys[-HISTORY_ENTRIES:]
         new = np.zeros(len(latest), dtype=_ENTRY)
         new["key"] = _short(latest)

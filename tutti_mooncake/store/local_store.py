@@ -41,7 +41,7 @@ from tutti_mooncake.store.recovery import recover
 from tutti_mooncake.store.reports import BlockInfo, Pin, RecoveryReport, VerifyReport
 from tutti_mooncake.store.request_log import RequestLog
 from tutti_mooncake.store.retire import Retirement
-from tutti_mooncake.store.room import Room
+from tutti_mooncake.store.room import SWEEP_SLOTS, Room
 from tutti_mooncake.store.verify import verify_blocks
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ class LocalStore:
         self._lock = threading.RLock()  # order of reservations, evictions and removals
         self._life = Lifetime(self._lock)
         self._publisher = Publisher(self._published, self._leave_on_pool)
-        self._committer = Committer(None if config.read_only else self._publisher.tick)
+        self._committer = Committer(None if config.read_only else self._tick)
         if not config.read_only:
             self._write_state(clean=False)
         self._committer.start()
@@ -244,7 +244,14 @@ class LocalStore:
         with self._lock:
             self._life.check_open()
             self._readers.append(mover)
-        return StoreReader(lambda keys, block_ids, deadline: self._retrieve(mover, keys, block_ids, deadline))
+
+        def close() -> None:
+            mover.stop(_STOP_GRACE_SECONDS)
+            with self._lock:
+                if mover in self._readers:
+                    self._readers.remove(mover)
+
+        return StoreReader(lambda keys, block_ids, deadline: self._retrieve(mover, keys, block_ids, deadline), close)
 
     def _retrieve(self, mover: MoverLike, keys: Keys, block_ids: BlockIds, deadline_seconds: float | None) -> RetrieveOperation:
         self._life.check_open()
@@ -322,13 +329,21 @@ class LocalStore:
         """Resident blocks in slot order; a view that may be out of date as soon as it is given out. Keys are salted ones."""
         return list_blocks(self._pool, self._table, limit, self._life.using)
 
-    def listen(self, stored: Callable[[StoredBlocks], None], removed: Callable[[KeyArray], None]) -> None:
+    def listen(self, stored: Callable[[StoredBlocks], None], removed: Callable[[KeyArray], None]) -> Callable[[], None]:
         """Tells of the blocks there are and of those that come, and of the salted keys of those that go, under the store's lock: neither
-        may wait, or call the store. Raises StoreClosed.
+        may wait, or call the store. Raises StoreClosed. The result ends it.
         """
         with self._lock:
             self._life.check_open()
+            if not self.config.read_only:
+                self._room.sweep(self._table.slots, self._now())
             self._announcements.listen(stored, removed)
+
+        def end() -> None:
+            with self._lock:
+                self._announcements.unlisten(stored, removed)
+
+        return end
 
     def stats(self) -> dict[str, Any]:
         """Counters and gauges; sizes in bytes."""
@@ -409,6 +424,12 @@ class LocalStore:
         """A store whose blocks are all decided."""
         self._counters.add_statuses("store", statuses)
         return StoreOperation(statuses, np.empty(0, dtype=np.uint32), None, 0, self._finish_store)
+
+    def _tick(self) -> None:
+        self._publisher.tick()
+        if self.config.ttl_seconds and self._announcements.heard:  # others are told of what expires also while nothing is stored
+            with self._lock:
+                self._room.sweep(SWEEP_SLOTS, self._now())
 
     def _published(self) -> dict[str, int]:
         """Everything that was counted, for other processes."""

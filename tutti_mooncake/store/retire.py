@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tutti_mooncake import _native
+from tutti_mooncake.errors import Status
 from tutti_mooncake.store.history import History, Removal
 
 Slots = npt.NDArray[np.uint32]
@@ -46,7 +47,12 @@ class Retirement:
         """Takes slots that can't be found any more. Those that were evicted have no readers: a retrieve pins what it reads."""
         if not len(slots):
             return
-        self._history.removed(self._table.keys(slots), reason)
+        keys = self._table.keys(slots)
+        gone = None
+        if reason is Removal.NOT_WRITTEN:  # known late, when the last I/O has ended: the block may have been stored again meanwhile
+            statuses, _, _, _ = self._table.resolve(keys, 0)
+            gone = np.ascontiguousarray(keys[statuses != Status.OK])
+        self._history.removed(keys, reason, gone)
         if not self._free_records(slots):
             return
         if self._readers and reason is not Removal.EVICTED:

@@ -34,8 +34,7 @@ class Room:
         self, chain: npt.NDArray[np.uint8], parent: npt.NDArray[np.uint8] | None, now: int
     ) -> tuple[npt.NDArray[np.uint8], Slots, Slots, npt.NDArray[np.uint8]]:
         """Status, slot, generation and rotation for each (salted) key of a chain below `parent`, None being the root."""
-        if self._ttl_seconds:
-            self._retirement.retire(self._table.sweep_expired(SWEEP_SLOTS, now), Removal.EXPIRED)
+        self.sweep(SWEEP_SLOTS, now)
         above = chain if parent is None else np.concatenate([parent, chain])
         slot, generation, _ = self._table.pin_prefix(above, now)
         try:
@@ -51,6 +50,11 @@ class Room:
                 self._table.unpin(slot, generation)
         statuses, slots, generations, rots = reservations
         return statuses, slots, generations, rots
+
+    def sweep(self, slots: int, now: int) -> None:
+        """Removes what has expired among the next `slots` of a round over all."""
+        if self._ttl_seconds:
+            self._retirement.retire(self._table.sweep_expired(slots, now), Removal.EXPIRED)
 
     def evict(self, blocks: int) -> int:
         """How many of `blocks` could be evicted."""

@@ -51,7 +51,7 @@ class Cluster:
         self.owners: dict[str, tuple[Owner, LocalStore, Faulty]] = {}
         self.target = PatternTensors(geometry(), 200)
         self.target.wipe()
-        self.fetcher = Fetcher("engine", geometry(), MemoryTransport("engine", self.ends), self.target.tensors, window_blocks=8)
+        self.fetcher = Fetcher("engine", geometry(), MemoryTransport("engine", self.ends), self.target.tensors, windows=24, window_blocks=8)
         self.sources = Sources(
             self.view,
             lambda: self.usable,
@@ -204,7 +204,7 @@ def test_only_so_many_fetches_run_at_one_node(cluster: Cluster) -> None:
 
 def test_a_shortage_of_our_own_memory_is_not_the_owners_fault(cluster: Cluster) -> None:
     cluster.add("a", PROMPT)
-    taken = [cluster.fetcher._windows.acquire(0) for _ in range(12)]
+    taken = [cluster.fetcher._windows.acquire(0) for _ in range(24)]
     for _ in range(4):
         fetched = cluster.fetch(seconds=0.1)
         assert (fetched.blocks, fetched.status) == (0, Status.REJECTED)

@@ -12,6 +12,7 @@ import pytest
 
 from tests.conftest import Stores
 from tests.pattern import chain
+from tests.waiting import wait_for
 from tutti_mooncake import LocalStore, _native
 from tutti_mooncake.directory.announcer import announce
 from tutti_mooncake.directory.records import MOST_SPAN_BLOCKS, short_hashes
@@ -136,3 +137,45 @@ def test_the_book_is_right_beside_any_traffic(stores: Stores, seed: int) -> None
     assert same(store, book), f"seed {seed}"
     lengths = np.array([len(span.hashes) for _, span in book.all()])
     assert not len(lengths) or lengths.max() <= 8
+
+
+def test_a_block_that_is_stored_again_before_its_first_write_has_ended_stays(stores: Stores) -> None:
+    faults = _native.FaultInjector()
+    store, tensors = stores.open(faults=faults)
+    book = announced(store)
+    keys = chain("a", 8)
+    tensors.write(keys)
+    faults.add(write=True, kind="hang", limit=1)
+    first = store.store(keys, range(8), deadline_seconds=0.2)
+    assert first.wait(20).ok_blocks < 8
+    faults.clear()
+    assert store.store(keys, range(8)).wait(20).ok_blocks > 0 and store.lookup(keys) == 8
+    faults.release()
+    wait_for(lambda: first.drained())
+    wait_for(lambda: store.history.total > 0)
+    assert store.lookup(keys) == 8 and same(store, book)
+
+
+def test_what_expires_is_told_although_nothing_is_stored(stores: Stores) -> None:
+    now = [1000.0]
+    store, tensors = stores.open(clock=lambda: now[0], ttl_seconds=5)
+    keys = chain("a", 20)
+    tensors.write(keys)
+    store.store(keys, range(20)).wait(20).raise_for_status()
+    book = announced(store)
+    assert book.blocks == 20
+    now[0] += 100
+    wait_for(lambda: book.blocks == 0)
+    assert announced(store).blocks == 0
+
+
+def test_an_announcement_can_be_ended(stores: Stores) -> None:
+    store, tensors = stores.open()
+    book = SpanBook()
+    end = announce(store, book)
+    end()
+    end()
+    keys = chain("a", 5)
+    tensors.write(keys)
+    store.store(keys, range(5)).wait(20).raise_for_status()
+    assert book.blocks == 0

@@ -353,3 +353,35 @@ def test_a_reader_is_closed_with_its_store(tmp_path: Path) -> None:
     stores.close_all()
     with pytest.raises(Exception, match="closed"):
         reader.retrieve(keys, range(10))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_whoever_writes_into_windows_late_changes_no_block(cluster: Cluster, seed: int) -> None:
+    keys = chain("a", 100)
+    cluster.fill(keys)
+    done = threading.Event()
+    chance = np.random.default_rng(seed)
+    windows = cluster.fetcher._windows._view.reshape(-1)
+
+    def write() -> None:
+        while not done.is_set():
+            windows[int(chance.integers(len(windows)))] ^= 1
+
+    late = threading.Thread(target=write)
+    late.start()
+    results = [cluster.fetch(keys, first) for first in (0, 100, 200)]
+    done.set()
+    late.join(10)
+    assert [cluster.arrived(keys, first) for first in (0, 100, 200)] == [result.blocks for result in results]
+
+
+def test_a_failed_transfer_leaves_windows_in_quarantine_at_both_ends(cluster: Cluster) -> None:
+    keys = chain("a", 10)
+    cluster.fill(keys)
+
+    def fail(pieces: Sequence[Piece]) -> None:
+        raise TransportError("the test cut the cable")
+
+    cluster.transport.fault = fail
+    assert cluster.fetch(keys).blocks == 0
+    assert cluster.fetcher.quarantined_windows == 3 and cluster.owner._windows.quarantined == 1

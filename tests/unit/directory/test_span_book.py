@@ -61,6 +61,7 @@ def test_ends_are_cut_and_holes_split() -> None:
     assert content(book) == {1: (5, 4, [5, 6, 7, 8])}
     book.remove(NAMESPACE, hashes(6))
     assert content(book) == {1: (5, 4, [5]), 2: (7, 6, [7, 8])}
+    assert len(book.take(10)) == 2
     book.remove(NAMESPACE, hashes(5, 7, 8))
     assert content(book) == {} and book.blocks == 0
     assert sorted(number for number, span in book.take(10) if span is None) == [1, 2]
@@ -73,6 +74,18 @@ def test_a_hole_that_is_filled_can_be_joined() -> None:
     book.add(NAMESPACE, 1, 1, hashes(2))
     assert book.join() == 1 and content(book) == {1: (0, 0, [1, 2, 3])}
     assert book.join() == 0
+
+
+def test_spans_that_nobody_heard_of_end_without_a_change() -> None:
+    book = SpanBook()
+    for _ in range(100):
+        book.add(NAMESPACE, 0, 0, hashes(1, 2, 3))
+        book.remove(NAMESPACE, hashes(1, 2, 3))
+    assert book.waiting == 0 and book.take(10) == []
+    book.add(NAMESPACE, 0, 0, hashes(1))
+    book.abandon()
+    book.add(NAMESPACE, 0, 0, hashes(2))
+    assert book.blocks == 0 and book.waiting == 0
 
 
 def test_changes_that_could_not_be_written_come_first_again() -> None:

@@ -48,7 +48,6 @@ class _Request:
     base: int
     blocks: int
     windows: list[int]
-    window_blocks: int
     deadline: float
 
 
@@ -256,7 +255,6 @@ class Owner:
             field(message, "base", int, peer),
             field(message, "blocks", int, peer),
             windows,
-            self._windows.window_blocks,
             time.monotonic() + seconds,
         )
 

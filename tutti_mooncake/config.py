@@ -1,4 +1,7 @@
-"""Settings of a store and of an engine's connector, with the same names in Python, environment (TUTTI_<NAME>) and connector options."""
+"""Settings of a store, of an engine's connector and of a node in a cluster.
+
+The same names in Python, environment (TUTTI_<NAME>) and connector options.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from dataclasses import field as dataclass_field
 from typing import Any
 
 from tutti_mooncake.errors import ConfigError
@@ -32,6 +36,7 @@ _CHOICES = {
     "admission": ("all", "second_touch"),
     "load": ("auto", "layerwise", "asynchronous"),
     "load_threshold": ("measured", "none"),
+    "transfer_protocol": ("tcp", "rdma"),
 }
 ENVIRONMENT_PREFIX = "TUTTI_"
 _LONGEST_TTL_SECONDS = 10 * 366 * 86400
@@ -183,10 +188,86 @@ class EngineConfig:
         return asdict(self)
 
 
-def read_settings(values: Mapping[str, Any], environment: Mapping[str, str] | None = None) -> tuple[StoreConfig, EngineConfig]:
-    """Both parts from one mapping, as `StoreConfig.from_mapping` reads one."""
-    store, engine = _merge((StoreConfig, EngineConfig), values, environment)
-    return StoreConfig(**_with_devices(store)), EngineConfig(**engine)
+@dataclass(frozen=True)
+class ClusterConfig:
+    """Settings of a node among others, which is what an engine with a store is once `etcd` is set. Raises ConfigError for values that
+    can't be.
+
+    etcd                        endpoints, host:port with commas between; empty = alone
+    etcd_prefix                 of the cluster's keys
+    etcd_timeout_seconds        of each call
+    etcd_ca                     PEM file of the authority; turns TLS on
+    etcd_certificate            PEM file of this client, with etcd_key
+    etcd_key                    PEM file of this client
+    etcd_user                   with etcd_password
+    etcd_password               better by TUTTI_ETCD_PASSWORD: engines log their settings
+    node_name                   unlike all others'; empty = made of the host's name, the pool and its first device
+    node_host                   address at which others reach this node; empty = the one from which it reaches etcd
+    node_port                   where it serves others; 0 = any that is free
+    node_zone                   nodes of one zone are near each other
+    node_ttl_seconds            so long after its last sign of life a node counts as dead
+    publish_seconds             what is stored and evicted within this time is written to etcd together
+    most_stale_seconds          so long other nodes are asked on after etcd was last heard of
+    transfer_protocol           what moves blocks between nodes: tcp or rdma; rdma never falls back to tcp
+    transfer_device             RDMA devices with commas between; empty = all
+    fetch_deadline_seconds      a fetch ends after this, done or not
+    """
+
+    etcd: str = ""
+    etcd_prefix: str = "tutti/v1"
+    etcd_timeout_seconds: float = 3.0
+    etcd_ca: str = ""
+    etcd_certificate: str = ""
+    etcd_key: str = ""
+    etcd_user: str = ""
+    etcd_password: str = dataclass_field(default="", repr=False)
+    node_name: str = ""
+    node_host: str = ""
+    node_port: int = 0
+    node_zone: str = ""
+    node_ttl_seconds: float = 10.0
+    publish_seconds: float = 1.0
+    most_stale_seconds: float = 30.0
+    transfer_protocol: str = "tcp"
+    transfer_device: str = ""
+    fetch_deadline_seconds: float = 10.0
+
+    def __post_init__(self) -> None:
+        _check_choices(self)
+        for endpoint in self.endpoints:
+            host, _, port = endpoint.rpartition(":")
+            if not host or not port.isdigit():
+                raise ConfigError(f"etcd: {endpoint!r} is no endpoint; write host:port, with commas between several")
+        if not 0 <= self.node_port < 65536:
+            raise ConfigError(f"node_port: {self.node_port} is no port")
+        if bool(self.etcd_user) != bool(self.etcd_password):
+            raise ConfigError("etcd_user and etcd_password are given together or not at all")
+        if (self.etcd_certificate or self.etcd_key) and not (self.etcd_ca and self.etcd_certificate and self.etcd_key):
+            raise ConfigError("a client certificate needs etcd_ca, etcd_certificate and etcd_key")
+        if self.node_ttl_seconds < 1:
+            raise ConfigError(f"node_ttl_seconds: {self.node_ttl_seconds} is less than a second")
+        for name in ("etcd_timeout_seconds", "node_ttl_seconds", "publish_seconds", "most_stale_seconds", "fetch_deadline_seconds"):
+            check_seconds(name, getattr(self, name), positive=True)
+
+    @property
+    def endpoints(self) -> list[str]:
+        """Of etcd; none = alone."""
+        return [endpoint.strip() for endpoint in self.etcd.split(",") if endpoint.strip()]
+
+    def as_dict(self) -> dict[str, Any]:
+        """All settings by name; of a password only whether there is one."""
+        return {**asdict(self), "etcd_password": "(set)" if self.etcd_password else ""}
+
+
+KINDS: tuple[type[Any], ...] = (StoreConfig, EngineConfig, ClusterConfig)
+
+
+def read_settings(
+    values: Mapping[str, Any], environment: Mapping[str, str] | None = None
+) -> tuple[StoreConfig, EngineConfig, ClusterConfig]:
+    """All kinds from one mapping, as `StoreConfig.from_mapping` reads one."""
+    store, engine, cluster = _merge(KINDS, values, environment)
+    return StoreConfig(**_with_devices(store)), EngineConfig(**engine), ClusterConfig(**cluster)
 
 
 def _merge(kinds: Sequence[type[Any]], values: Mapping[str, Any], environment: Mapping[str, str] | None) -> list[dict[str, Any]]:
@@ -206,7 +287,7 @@ def _merge(kinds: Sequence[type[Any]], values: Mapping[str, Any], environment: M
 
 
 def _warn_of_unknown(environment: Mapping[str, str]) -> None:
-    known = [field.name for kind in (StoreConfig, EngineConfig) for field in fields(kind)]
+    known = [field.name for kind in KINDS for field in fields(kind)]
     for name in environment:
         setting = name.removeprefix(ENVIRONMENT_PREFIX).lower()
         if name.startswith(ENVIRONMENT_PREFIX) and setting not in known:
@@ -221,7 +302,7 @@ def _with_devices(merged: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def _check_choices(settings: StoreConfig | EngineConfig) -> None:
+def _check_choices(settings: StoreConfig | EngineConfig | ClusterConfig) -> None:
     for field in fields(settings):
         choices = _CHOICES.get(field.name)
         if choices is not None and getattr(settings, field.name) not in choices:

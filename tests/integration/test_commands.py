@@ -113,7 +113,7 @@ def test_read_only_store_forgets_what_its_owner_has_replaced(device: str) -> Non
 
 
 def test_settings_of_the_connector_are_checked() -> None:
-    store, engine = read_settings({"devices": "/x", "load": "asynchronous"}, {"TUTTI_BREAKER_FAILURES": "7"})
+    store, engine, _ = read_settings({"devices": "/x", "load": "asynchronous"}, {"TUTTI_BREAKER_FAILURES": "7"})
     assert (store.devices, engine.load, engine.breaker_failures) == (("/x",), "asynchronous", 7)
     with pytest.raises(ConfigError, match="did you mean 'load_threshold'"):
         read_settings({"devices": "/x", "load_treshold": "none"}, {})

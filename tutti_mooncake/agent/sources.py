@@ -1,13 +1,16 @@
-"""Which node to fetch from, and from whom next when that fails.
+"""Which nodes to fetch from, and in which order.
 
 Policy. Among the nodes that hold the next block, are not closed off by their breaker and serve fewer than `most_in_flight` of our fetches:
-those that hold at least nine tenths of what the best one holds; of these the one from which the bytes are expected soonest, by the speed
+first those that hold at least nine tenths of what the best one holds, the one from which the bytes are expected soonest ahead, by the speed
 that its fetches had (a moving average), divided among the fetches that are running there. A node that was never asked counts as fast as the
-fastest, those of our own zone first. Ties are broken at random. What has arrived stays: the next owner is asked for the rest, with the
-time that is left. Owners that failed are not asked again for the same fetch.
+fastest, those of our own zone first. Ties are broken at random. Then the others, who holds more ahead. Who comes later is asked for what
+those before him didn't deliver.
 
 Breakers: a node that failed `breaker_failures` times in a row, or was too slow, is left alone for `breaker_wait_seconds`, then tried by one
 fetch. A node that doesn't hold what the directory said isn't sick.
+
+Plans are made where requests are scheduled, and carried out where the tensors are, which may be another process; how each try ended comes
+back by `ended`.
 """
 
 from __future__ import annotations
@@ -15,17 +18,14 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-
-import numpy as np
-import numpy.typing as npt
 
 from tutti_mooncake import Status
 from tutti_mooncake.directory.records import NodeRecord, short_hashes
 from tutti_mooncake.directory.view import DirectoryView
 from tutti_mooncake.keys import KeyArray
-from tutti_mooncake.remote.fetcher import Fetcher, FetchResult
+from tutti_mooncake.remote.fetcher import FetchResult
 from tutti_mooncake.remote.wire import Peer
 from tutti_mooncake.schedule import Breaker
 
@@ -35,14 +35,16 @@ ENOUGH = 0.9
 """Of the longest prefix that anybody holds."""
 
 
+MOST_OWNERS = 4
+"""That one fetch may turn to."""
+
+
 @dataclass(frozen=True)
-class Fetched:
-    """`blocks`: leading ones that are in the tensors. `status`: OK when these are all. `tries`: whom we asked, and how that ended."""
+class FetchPlan:
+    """`blocks`: how many from the asked-for position on the best of `owners` holds, who are to be asked in this order."""
 
     blocks: int
-    status: Status
-    bytes: int
-    tries: list[tuple[str, FetchResult]]
+    owners: tuple[Peer, ...]
 
 
 @dataclass
@@ -55,7 +57,7 @@ class _Owner:
 
 @dataclass
 class SourceCounters:
-    """Since the start. `stale`: an owner didn't hold what the directory said. `nobody`: nobody could be asked."""
+    """Since the start. `stale`: an owner didn't hold what the directory said."""
 
     fetches: int = 0
     tries: int = 0
@@ -63,7 +65,6 @@ class SourceCounters:
     bytes: int = 0
     failed_tries: int = 0
     stale: int = 0
-    nobody: int = 0
     by_status: dict[str, int] = field(default_factory=dict)
 
 
@@ -74,7 +75,6 @@ class Sources:
         self,
         view: DirectoryView,
         usable: Callable[[], bool],
-        fetcher: Fetcher,
         namespace: bytes,
         *,
         zone: str = "",
@@ -86,7 +86,6 @@ class Sources:
     ) -> None:
         self._view = view
         self._usable = usable
-        self._fetcher = fetcher
         self._namespace = namespace
         self._zone = zone
         self._most_in_flight = most_in_flight
@@ -98,51 +97,31 @@ class Sources:
         self._owners: dict[tuple[str, int], _Owner] = {}
         self.counters = SourceCounters()
 
-    def ahead(self, keys: KeyArray, begin: int) -> int:
-        """Blocks from `begin` on that some node holds that may be asked now. `keys`: salted. From memory; asks nobody."""
-        with self._lock:
-            return max((blocks for _, blocks in self._candidates(keys, begin, set())), default=0)
-
-    def fetch(self, keys: KeyArray, block_ids: npt.NDArray[np.uint32], *, seconds: float) -> Fetched:
-        """Fetches the blocks of `keys` (salted), consecutive ones of one chain, into `block_ids`; the chain may begin before them.
-
-        Returns within `seconds`, and a little more. The blocks' memory is the fetcher's until then.
+    def plan(self, keys: KeyArray) -> FetchPlan | None:
+        """Whom to ask for the blocks of `keys` (salted), consecutive ones of one chain, which may begin before them; `None` when nobody
+        that may be asked now holds the first one. From memory; asks nobody, and counts nothing.
         """
-        deadline = time.monotonic() + seconds
-        failed: set[tuple[str, int]] = set()
-        tries: list[tuple[str, FetchResult]] = []
-        blocks = 0
-        status = Status.NOT_FOUND
+        with self._lock:
+            found = self._in_order(self._candidates(keys))
+        if not found:
+            return None
+        owners = tuple(Peer(record.node, record.epoch, record.address) for record, _ in found[:MOST_OWNERS])
+        return FetchPlan(max(blocks for _, blocks in found), owners)
+
+    def begin(self, plan: FetchPlan) -> None:
+        """The plan is being carried out; `ended` is to be called once."""
         with self._lock:
             self.counters.fetches += 1
-        while blocks < len(keys) and (left := deadline - time.monotonic()) > 0:
-            with self._lock:
-                choice = self._choose(keys, blocks, failed)
-                if choice is None:
-                    self.counters.nobody += not tries
-                    break
-                record, held = choice
-                owner = self._begin(record)
-            end = min(blocks + held, len(keys))
-            result = None
-            try:
-                peer = Peer(record.node, record.epoch, record.address)
-                result = self._fetcher.fetch(peer, keys[blocks:end], block_ids[blocks:end], seconds=left)
-            finally:
-                with self._lock:
-                    self._end(owner, result)
-            tries.append((record.node, result))
-            blocks += result.blocks
-            status = result.status
-            if status is Status.REJECTED:
-                break
-            if status is not Status.OK:
-                failed.add((record.node, record.epoch))
-        if blocks == len(keys):
-            status = Status.OK
-        elif status is Status.OK:  # nobody has the rest
-            status = Status.NOT_FOUND
-        return Fetched(blocks, status, sum(result.bytes for _, result in tries), tries)
+            owner = self._owner(plan.owners[0])
+            owner.breaker.attempt()
+            owner.in_flight += 1
+
+    def ended(self, plan: FetchPlan, tries: Sequence[tuple[Peer, FetchResult]]) -> None:
+        """It was carried out: whom we asked, and how that ended. Tries that we broke off ourselves are left out."""
+        with self._lock:
+            self._owner(plan.owners[0]).in_flight -= 1
+            for peer, result in tries:
+                self._take(self._owner(peer), result)
 
     def breakers(self) -> dict[str, int]:
         """State of each node's breaker, as metrics show it."""
@@ -151,57 +130,49 @@ class Sources:
 
     # --- under the lock ---
 
-    def _candidates(self, keys: KeyArray, begin: int, without: set[tuple[str, int]]) -> list[tuple[NodeRecord, int]]:
+    def _candidates(self, keys: KeyArray) -> list[tuple[NodeRecord, int]]:
         if not self._usable():
             return []
         found = []
-        for record, blocks in self._view.holders(self._namespace, short_hashes(keys), begin):
+        for record, blocks in self._view.holders(self._namespace, short_hashes(keys)):
             owner = self._owners.get((record.node, record.epoch))
-            asked = owner is not None and (owner.in_flight >= self._most_in_flight or not owner.breaker.allows())
-            if record.address and not asked and (record.node, record.epoch) not in without:
+            closed = owner is not None and (owner.in_flight >= self._most_in_flight or not owner.breaker.allows())
+            if record.address and not closed:
                 found.append((record, blocks))
         return found
 
-    def _choose(self, keys: KeyArray, begin: int, without: set[tuple[str, int]]) -> tuple[NodeRecord, int] | None:
-        candidates = self._candidates(keys, begin, without)
-        if not candidates:
-            return None
-        longest = max(blocks for _, blocks in candidates)
-        good = [one for one in candidates if one[1] >= ENOUGH * longest]
+    def _in_order(self, candidates: list[tuple[NodeRecord, int]]) -> list[tuple[NodeRecord, int]]:
+        longest = max((blocks for _, blocks in candidates), default=0)
         fastest = max((owner.bytes_per_second for owner in self._owners.values()), default=0.0) or 1.0
 
-        def expected(one: tuple[NodeRecord, int]) -> tuple[float, bool, float]:
-            record = one[0]
+        def order(one: tuple[NodeRecord, int]) -> tuple[int, float, bool, float]:
+            record, blocks = one
             owner = self._owners.get((record.node, record.epoch))
             speed, running = (fastest, 0) if owner is None else (owner.bytes_per_second or fastest, owner.in_flight)
-            return (running + 1) / speed, record.zone != self._zone, self._chance.random()
+            lacks = 0 if blocks >= ENOUGH * longest else longest - blocks
+            return lacks, (running + 1) / speed, record.zone != self._zone, self._chance.random()
 
-        return min(good, key=expected)
+        return sorted(candidates, key=order)
 
-    def _begin(self, record: NodeRecord) -> _Owner:
-        key = (record.node, record.epoch)
+    def _owner(self, peer: Peer) -> _Owner:
+        key = (peer.node, peer.epoch)
         owner = self._owners.get(key)
         if owner is None:
             living = {(one.node, one.epoch) for one in self._view.nodes()}
             self._owners = {one: known for one, known in self._owners.items() if one in living or known.in_flight}
             owner = self._owners[key] = _Owner(Breaker(self._breaker_failures, self._breaker_wait_seconds, self._clock))
-        owner.breaker.attempt()
-        owner.in_flight += 1
-        self.counters.tries += 1
         return owner
 
-    def _end(self, owner: _Owner, result: FetchResult | None) -> None:
-        owner.in_flight -= 1
-        if result is None:  # an exception: nobody's fault but ours
-            return
+    def _take(self, owner: _Owner, result: FetchResult) -> None:
         counters = self.counters
+        counters.tries += 1
         counters.blocks += result.blocks
         counters.bytes += result.bytes
         counters.by_status[result.status.name] = counters.by_status.get(result.status.name, 0) + 1
         if result.status in (Status.OK, Status.NOT_FOUND):
             owner.breaker.success()
             counters.stale += result.status is Status.NOT_FOUND
-        elif result.status is not Status.REJECTED:  # which says nothing about the owner
+        elif result.status not in (Status.REJECTED, Status.CANCELLED):  # which say nothing about the owner
             owner.breaker.failure()
             counters.failed_tries += 1
         if result.bytes and result.seconds > 0:

@@ -23,8 +23,8 @@ def add_commands(commands: Subparsers) -> None:
 
 def run_config(arguments: argparse.Namespace) -> int:
     """Prints the whole tree of settings; with --json the values alone can be given back by --config."""
-    store, engine = read_settings({name: value for name, (value, _) in given_settings(arguments).items()})
-    values = plain({**store.as_dict(), **engine.as_dict()})
+    kinds = read_settings({name: value for name, (value, _) in given_settings(arguments).items()})
+    values = plain({name: value for kind in kinds for name, value in kind.as_dict().items()})
     # A salt separates tenants: whoever sees it can find their blocks.
     if values.get("tenant_salt"):
         values["tenant_salt"] = "(set)"

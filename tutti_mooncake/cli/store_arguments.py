@@ -10,7 +10,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tutti_mooncake.config import ENVIRONMENT_PREFIX, EngineConfig, StoreConfig, read_settings
+from tutti_mooncake.config import ENVIRONMENT_PREFIX, KINDS, StoreConfig, read_settings
 from tutti_mooncake.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def setting_sources(arguments: argparse.Namespace, environment: Mapping[str, str
     """Where each setting's value comes from."""
     sources = {
         field.name: f"${ENVIRONMENT_PREFIX}{field.name.upper()}" if ENVIRONMENT_PREFIX + field.name.upper() in environment else "default"
-        for kind in (StoreConfig, EngineConfig)
+        for kind in KINDS
         for field in fields(kind)
     }
     sources.update({name: source for name, (_, source) in given_settings(arguments).items()})

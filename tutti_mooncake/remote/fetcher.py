@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import socket
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -35,6 +36,8 @@ logger = logging.getLogger(__name__)
 QUARANTINE_SECONDS = 10.0
 PROGRESS_SECONDS = 5.0
 """An owner that says nothing for so long is given up."""
+CONNECT_SECONDS = 2.0
+"""Within which an owner that is there accepts a connection."""
 WINDOWS_OF_A_FETCH = 3
 """One is filled, one announced, one copied."""
 
@@ -51,6 +54,40 @@ class FetchResult:
     bytes: int
     seconds: float
     first_window_seconds: float
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """`blocks`: leading ones that are in the tensors. `status`: OK when these are all. `tries`: whom we asked, and how that ended."""
+
+    blocks: int
+    status: Status
+    bytes: int
+    seconds: float
+    tries: list[tuple[Peer, FetchResult]]
+
+
+class Cancel:
+    """Breaks off a fetch from another thread. Of one fetch."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._connection: Connection | None = None
+        self.asked = False
+
+    def ask(self) -> None:
+        """The fetch returns soon, with what it has, and touches the blocks' memory no more. Any number of times."""
+        with self._lock:
+            self.asked = True
+            if self._connection is not None:
+                self._connection.close()
+
+    def watch(self, connection: Connection | None) -> None:
+        """The connection that the fetch uses now. Raises WireError when it has been asked to end."""
+        with self._lock:
+            self._connection = connection
+            if self.asked and connection is not None:
+                raise WireError("the fetch was cancelled")
 
 
 class Fetcher:
@@ -84,18 +121,39 @@ class Fetcher:
         """Into which owners that were lost may still write."""
         return self._windows.quarantined
 
-    def fetch(self, owner: Peer, keys: KeyArray, block_ids: npt.NDArray[np.uint32], *, seconds: float) -> FetchResult:
+    def fetch_from(
+        self, owners: Sequence[Peer], keys: KeyArray, block_ids: npt.NDArray[np.uint32], *, seconds: float, cancel: Cancel | None = None
+    ) -> Fetched:
+        """As `fetch`, from several owners: each is asked for what those before didn't deliver, in the time that is left."""
+        begin, cancel = time.monotonic(), cancel or Cancel()
+        tries: list[tuple[Peer, FetchResult]] = []
+        blocks, status = 0, Status.NOT_FOUND
+        for owner in owners:
+            left = begin + seconds - time.monotonic()
+            if left <= 0 or cancel.asked:
+                break
+            result = self.fetch(owner, keys[blocks:], block_ids[blocks:], seconds=left, cancel=cancel)
+            tries.append((owner, result))
+            blocks += result.blocks
+            status = result.status
+            if status in (Status.OK, Status.REJECTED):  # all is there; or the shortage is ours
+                break
+        return Fetched(blocks, status, sum(result.bytes for _, result in tries), time.monotonic() - begin, tries)
+
+    def fetch(
+        self, owner: Peer, keys: KeyArray, block_ids: npt.NDArray[np.uint32], *, seconds: float, cancel: Cancel | None = None
+    ) -> FetchResult:
         """Fetches consecutive blocks of one chain; returns within `seconds`, and a little more. `keys`: salted, uint8 of shape (n, 32).
 
         `block_ids`: where they belong, one for each. Their memory is the fetcher's until this returns, and not after.
         """
-        begin = time.monotonic()
+        begin, cancel = time.monotonic(), cancel or Cancel()
         run = _Run(begin, begin + seconds)
         windows: list[int] = []
         connection: Connection | None = None
         ended = False
         try:
-            connection = self._connect(owner, run.deadline)
+            connection = self._connect(owner, run.deadline, cancel)
             windows = self._acquire(run.deadline)
             connection.send(
                 {
@@ -113,9 +171,10 @@ class Fetcher:
         except WindowsBusy as error:
             run.status, run.why = Status.REJECTED, str(error)
         except WireError as error:
-            run.status = Status.TIMEOUT if time.monotonic() >= run.deadline else Status.RETRY
+            run.status = Status.CANCELLED if cancel.asked else Status.TIMEOUT if time.monotonic() >= run.deadline else Status.RETRY
             run.why = str(error)
         finally:
+            cancel.watch(None)
             if connection is not None:
                 connection.close()
             for window in windows:
@@ -130,16 +189,17 @@ class Fetcher:
         """Lets the registered memory go. No fetch may run."""
         self._windows.close()
 
-    def _connect(self, owner: Peer, deadline: float) -> Connection:
+    def _connect(self, owner: Peer, deadline: float, cancel: Cancel) -> Connection:
         host, _, port = owner.address.rpartition(":")
         if not host or not port.isdigit():
             raise WireError(f"node {owner.node} serves nobody: its address is {owner.address!r}")
         try:
-            sock = socket.create_connection((host, int(port)), max(0.001, deadline - time.monotonic()))
+            sock = socket.create_connection((host, int(port)), min(CONNECT_SECONDS, max(0.001, deadline - time.monotonic())))
         except OSError as error:
             raise WireError(f"node {owner.node} at {owner.address}: {error}") from error
         connection = Connection(sock, f"node {owner.node} at {owner.address}")
         try:
+            cancel.watch(connection)
             theirs = connection.receive(min(deadline, time.monotonic() + PROGRESS_SECONDS))
             if theirs.get("v") != PROTOCOL_VERSION:
                 raise WireError(f"{connection.peer}: protocol {theirs.get('v')!r}; this one is {PROTOCOL_VERSION}")

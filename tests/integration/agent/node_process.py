@@ -9,8 +9,8 @@ import sys
 
 from tests.pattern import PatternTensors, chain, geometry
 from tutti_mooncake import LocalStore, StoreConfig
-from tutti_mooncake.agent.node import Node, NodeOptions
-from tutti_mooncake.directory.etcd_broker import EtcdOptions
+from tutti_mooncake.agent.node import Node
+from tutti_mooncake.config import ClusterConfig
 
 
 def main() -> None:
@@ -22,7 +22,7 @@ def main() -> None:
         store.register(tensors.tensors)
         tensors.write(keys)
         store.store(keys, range(len(keys))).wait(30)
-        node = Node(store, tensors.tensors, NodeOptions(name, "127.0.0.1", EtcdOptions([etcd]), ttl_seconds=2, publish_seconds=0.1))
+        node = Node(store, ClusterConfig(etcd=etcd, node_name=name, node_ttl_seconds=2, publish_seconds=0.1))
         print("ready", store.recovery.recovered_blocks, flush=True)
         sys.stdin.read()
         node.close()

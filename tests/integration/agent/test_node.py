@@ -6,15 +6,17 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from tests.etcd_server import EtcdServer, etcd_binary
+from tests.integration.agent.fetching import fetch
 from tests.pattern import PatternTensors, chain, geometry
 from tests.waiting import wait_for
 from tutti_mooncake import LocalStore, Status, StoreConfig
+from tutti_mooncake.config import ClusterConfig
 from tutti_mooncake.keys import as_key_array
 
 pytest.importorskip("etcd3", reason="the module etcd3 is not installed (scripts/setup)")
@@ -22,8 +24,8 @@ pytest.importorskip("mooncake.engine", reason="Mooncake's Transfer Engine can't 
 if not etcd_binary():
     pytest.skip("there is no etcd (scripts/setup)", allow_module_level=True)
 
-from tutti_mooncake.agent.node import Node, NodeOptions
-from tutti_mooncake.directory.etcd_broker import EtcdOptions
+from tutti_mooncake.agent.node import Node
+from tutti_mooncake.remote.fetcher import Fetcher
 
 PROMPT = chain("shared", 60)
 
@@ -49,6 +51,23 @@ class NodeProcess:
         self._process.communicate("", timeout=30)
 
 
+@dataclass
+class Here:
+    """The node, and what fetches into its tensors."""
+
+    node: Node
+    fetcher: Fetcher
+    tensors: PatternTensors
+
+    def ahead(self) -> int:
+        plan = self.node.sources.plan(as_key_array(PROMPT))
+        return 0 if plan is None else plan.blocks
+
+    def fetch(self, first: int = 0) -> tuple[int, Status]:
+        fetched = fetch(self.node.sources, self.fetcher, PROMPT, first)
+        return fetched.blocks, fetched.status
+
+
 @pytest.fixture
 def etcd(tmp_path: Path) -> Iterator[EtcdServer]:
     server = EtcdServer(tmp_path / "etcd").start()
@@ -57,26 +76,19 @@ def etcd(tmp_path: Path) -> Iterator[EtcdServer]:
 
 
 @pytest.fixture
-def here(tmp_path: Path, etcd: EtcdServer) -> Iterator[tuple[Node, PatternTensors]]:
+def here(tmp_path: Path, etcd: EtcdServer) -> Iterator[Here]:
     """A node of this process, whose pool is empty."""
     with LocalStore.open(StoreConfig(devices=(str(tmp_path / "here"),), capacity="16MiB", executor="posix"), geometry()) as store:
         tensors = PatternTensors(geometry(), 200)
         tensors.wipe()
         store.register(tensors.tensors)
-        options = NodeOptions("here", "127.0.0.1", EtcdOptions([etcd.endpoint], 1.0), ttl_seconds=2, publish_seconds=0.1)
-        node = Node(store, tensors.tensors, options)
-        yield node, tensors
+        config = ClusterConfig(etcd=etcd.endpoint, etcd_timeout_seconds=1, node_name="here", node_ttl_seconds=2, publish_seconds=0.1)
+        node = Node(store, config)
+        fetcher = Fetcher("here", store.geometry, node.transport, tensors.tensors)
+        yield Here(node, fetcher, tensors)
+        fetcher.close()
         node.close()
         node.close()
-
-
-def ahead(node: Node) -> int:
-    return node.sources.ahead(as_key_array(PROMPT), 0)
-
-
-def fetch(node: Node, first: int = 0) -> tuple[int, Status]:
-    fetched = node.sources.fetch(as_key_array(PROMPT), np.arange(first, first + len(PROMPT), dtype=np.uint32), seconds=20)
-    return fetched.blocks, fetched.status
 
 
 def nodes(etcd: EtcdServer, *arguments: str) -> tuple[int, str, str]:
@@ -85,11 +97,11 @@ def nodes(etcd: EtcdServer, *arguments: str) -> tuple[int, str, str]:
     return done.returncode, done.stdout, done.stderr
 
 
-def test_a_prompt_of_another_node_survives_its_restart(tmp_path: Path, etcd: EtcdServer, here: tuple[Node, PatternTensors]) -> None:
-    node, tensors = here
+def test_a_prompt_of_another_node_survives_its_restart(tmp_path: Path, etcd: EtcdServer, here: Here) -> None:
+    node, tensors = here.node, here.tensors
     other = NodeProcess(tmp_path / "there", "there", etcd.endpoint, 60)
-    wait_for(lambda: ahead(node) == 60)
-    assert fetch(node) == (60, Status.OK) and all(tensors.holds(key, i) for i, key in enumerate(PROMPT))
+    wait_for(lambda: here.ahead() == 60)
+    assert here.fetch() == (60, Status.OK) and all(tensors.holds(key, i) for i, key in enumerate(PROMPT))
     status, said, _ = nodes(etcd, "--json")
     found = json.loads(said)
     assert status == 0 and [(one["node"], one["blocks"]) for one in found["nodes"]] == [("here", 0), ("there", 60)] and not found["ended"]
@@ -97,15 +109,15 @@ def test_a_prompt_of_another_node_survives_its_restart(tmp_path: Path, etcd: Etc
 
     other.kill()
     tensors.wipe()
-    blocks, status_ = fetch(node)
+    blocks, status_ = here.fetch()
     assert blocks == 0 and status_ in (Status.RETRY, Status.NOT_FOUND)
-    wait_for(lambda: ahead(node) == 0)
+    wait_for(lambda: here.ahead() == 0)
     assert "ended: node there" in nodes(etcd)[1]
 
     again = NodeProcess(tmp_path / "there", "there", etcd.endpoint, 0)
     assert again.recovered == 60
-    wait_for(lambda: ahead(node) == 60)
-    assert fetch(node, 100) == (60, Status.OK) and all(tensors.holds(key, 100 + i) for i, key in enumerate(PROMPT))
+    wait_for(lambda: here.ahead() == 60)
+    assert here.fetch(100) == (60, Status.OK) and all(tensors.holds(key, 100 + i) for i, key in enumerate(PROMPT))
     found = json.loads(nodes(etcd, "--json")[1])
     assert found["nodes"][1]["epoch"] > first_epoch and not found["ended"] and found["distinct_blocks"] == 60
 
@@ -114,22 +126,21 @@ def test_a_prompt_of_another_node_survives_its_restart(tmp_path: Path, etcd: Etc
     assert json.loads(nodes(etcd, "--json")[1])["distinct_blocks"] == 0
 
 
-def test_the_longer_of_two_is_asked(tmp_path: Path, etcd: EtcdServer, here: tuple[Node, PatternTensors]) -> None:
-    node, tensors = here
+def test_the_longer_of_two_is_asked(tmp_path: Path, etcd: EtcdServer, here: Here) -> None:
+    node, tensors = here.node, here.tensors
     short = NodeProcess(tmp_path / "short", "short", etcd.endpoint, 20)
     long = NodeProcess(tmp_path / "long", "long", etcd.endpoint, 50)
-    wait_for(lambda: len(node.view.nodes()) == 3 and ahead(node) == 50)
-    assert fetch(node) == (50, Status.NOT_FOUND) and sum(tensors.holds(key, i) for i, key in enumerate(PROMPT)) == 50
+    wait_for(lambda: len(node.view.nodes()) == 3 and here.ahead() == 50)
+    assert here.fetch() == (50, Status.NOT_FOUND) and sum(tensors.holds(key, i) for i, key in enumerate(PROMPT)) == 50
     short.kill()
     long.kill()
 
 
-def test_a_cluster_whose_etcd_is_away_fetches_on(tmp_path: Path, etcd: EtcdServer, here: tuple[Node, PatternTensors]) -> None:
-    node, _ = here
+def test_a_cluster_whose_etcd_is_away_fetches_on(tmp_path: Path, etcd: EtcdServer, here: Here) -> None:
     other = NodeProcess(tmp_path / "there", "there", etcd.endpoint, 60)
-    wait_for(lambda: ahead(node) == 60)
+    wait_for(lambda: here.ahead() == 60)
     etcd.kill()
-    wait_for(lambda: node.follower.last_error != "")
-    assert fetch(node) == (60, Status.OK)
+    wait_for(lambda: here.node.follower.last_error != "")
+    assert here.fetch() == (60, Status.OK)
     assert nodes(etcd, "--timeout", "0.5")[0] == 1 and f"etcd at {etcd.endpoint}" in nodes(etcd, "--timeout", "0.5", "--json")[1]
     other.kill()

@@ -7,20 +7,20 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from tests.clock import Clock
+from tests.integration.agent.fetching import fetch
 from tests.pattern import PatternTensors, chain, geometry
 from tutti_mooncake import LocalStore, Status, StoreConfig
-from tutti_mooncake.agent.sources import Fetched, Sources
+from tutti_mooncake.agent.sources import Sources
 from tutti_mooncake.directory.announcer import announce
 from tutti_mooncake.directory.broker import Change
 from tutti_mooncake.directory.records import Keys, NodeRecord
 from tutti_mooncake.directory.span_book import SpanBook
 from tutti_mooncake.directory.view import DirectoryView
 from tutti_mooncake.keys import as_key_array
-from tutti_mooncake.remote.fetcher import Fetcher
+from tutti_mooncake.remote.fetcher import Fetched, Fetcher
 from tutti_mooncake.remote.owner import Owner
 from tutti_mooncake.remote.transport import MemoryTransport, Piece, TransportError
 from tutti_mooncake.remote.wire import Peer
@@ -55,7 +55,6 @@ class Cluster:
         self.sources = Sources(
             self.view,
             lambda: self.usable,
-            self.fetcher,
             geometry().namespace_id,
             zone="here",
             clock=self.clock,
@@ -78,7 +77,11 @@ class Cluster:
         return transport
 
     def fetch(self, keys: list[bytes] = PROMPT, first: int = 0, seconds: float = 10.0) -> Fetched:
-        return self.sources.fetch(as_key_array(keys), np.arange(first, first + len(keys), dtype=np.uint32), seconds=seconds)
+        return fetch(self.sources, self.fetcher, keys, first, seconds)
+
+    def ahead(self, keys: list[bytes] = PROMPT) -> int:
+        plan = self.sources.plan(as_key_array(keys))
+        return 0 if plan is None else plan.blocks
 
     def arrived(self, keys: list[bytes] = PROMPT, first: int = 0) -> int:
         there = [self.target.holds(key, first + position) for position, key in enumerate(keys)]
@@ -101,7 +104,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 
 
 def names(fetched: Fetched) -> list[str]:
-    return [name for name, _ in fetched.tries]
+    return [peer.node for peer, _ in fetched.tries]
 
 
 def fail() -> None:
@@ -111,9 +114,9 @@ def fail() -> None:
 def test_the_longest_prefix_is_asked_for_and_the_rest_elsewhere(cluster: Cluster) -> None:
     cluster.add("a", PROMPT[:10])
     cluster.add("b", PROMPT[:30])
-    assert cluster.sources.ahead(as_key_array(PROMPT), 0) == 30 and cluster.sources.ahead(as_key_array(PROMPT), 30) == 0
+    assert cluster.ahead() == 30 and cluster.ahead(PROMPT[30:]) == 0
     fetched = cluster.fetch()
-    assert (fetched.blocks, fetched.status, names(fetched)) == (30, Status.NOT_FOUND, ["b"])
+    assert (fetched.blocks, fetched.status, names(fetched)) == (30, Status.NOT_FOUND, ["b", "a"])
     assert cluster.arrived() == 30
 
 
@@ -140,8 +143,8 @@ def test_a_node_that_fails_is_left_alone_and_comes_back(cluster: Cluster) -> Non
     transport.fault = fail
     for _ in range(3):
         assert cluster.fetch().blocks == 0
-    assert cluster.sources.breakers() == {"a": 2} and cluster.sources.ahead(as_key_array(PROMPT), 0) == 0
-    assert cluster.fetch().tries == [] and cluster.sources.counters.nobody == 1
+    assert cluster.sources.breakers() == {"a": 2} and cluster.ahead() == 0
+    assert cluster.fetch().tries == []
     cluster.clock.now += 11
     assert names(cluster.fetch()) == ["a"] and cluster.fetch().tries == []
     cluster.clock.now += 21
@@ -217,7 +220,7 @@ def test_a_shortage_of_our_own_memory_is_not_the_owners_fault(cluster: Cluster) 
 def test_a_view_that_is_too_old_sends_nobody_anywhere(cluster: Cluster) -> None:
     cluster.add("a", PROMPT)
     cluster.usable = False
-    assert cluster.sources.ahead(as_key_array(PROMPT), 0) == 0 and cluster.fetch().tries == []
+    assert cluster.ahead() == 0 and cluster.fetch().tries == []
 
 
 def test_time_is_shared_by_all_tries(cluster: Cluster) -> None:

@@ -78,7 +78,7 @@ class TuttiConnector(KVConnectorBase_V1, SupportsHMA):
         if transfer is None or transfer.engine_id is None:
             raise ConfigError("TuttiConnector needs --kv-transfer-config")
         self._engine_id: str = transfer.engine_id
-        self._store_config, self._engine_config = read_settings(dict(transfer.kv_connector_extra_config))
+        self._store_config, self._engine_config, self._cluster_config = read_settings(dict(transfer.kv_connector_extra_config))
         self._worker: WorkerHalf | None = None
         self._scheduler: SchedulerHalf | None = None
         self._layers_wait = False

@@ -16,18 +16,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from tutti_mooncake import Result, RetrieveOperation, Status
 from tutti_mooncake.connectors.vllm.accounting import Accounting, Finding
 from tutti_mooncake.connectors.vllm.events import Events
-from tutti_mooncake.connectors.vllm.metadata import LoadWork, StoreWork, TuttiConnectorMetadata, TuttiWorkerMetadata
-from tutti_mooncake.connectors.vllm.policy import TIER_FAILURES, Decision, LoadPolicy
+from tutti_mooncake.connectors.vllm.load_queue import LoadQueue
+from tutti_mooncake.connectors.vllm.metadata import StoreWork, TuttiConnectorMetadata, TuttiWorkerMetadata
+from tutti_mooncake.connectors.vllm.policy import Decision, LoadPolicy
 from tutti_mooncake.connectors.vllm.registry import EngineStore
-from tutti_mooncake.connectors.vllm.request_state import NULL_BLOCK, BlockTables, Load, Offer, RequestState, asked
+from tutti_mooncake.connectors.vllm.request_state import BlockTables, Offer, RequestState, asked
 from tutti_mooncake.connectors.vllm.stats import StatsReader, TuttiStats
 from tutti_mooncake.connectors.vllm.store_queue import StoreQueue
-from tutti_mooncake.keys import NO_BLOCK
 from tutti_mooncake.schedule import LoadCost
-from tutti_mooncake.store.moves import RankedPlan
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent
@@ -64,6 +62,7 @@ class SchedulerHalf:
         self._accounting = accounting
         self._events = events
         self._stores = StoreQueue(engine_store, policy, block_tokens, events)
+        self._loads = LoadQueue(engine_store, policy, accounting, self._stores, block_tokens)
         self._stats = StatsReader(engine_store.counters)
         self._windows = engine_store.windows
         self._block_tokens = block_tokens
@@ -71,11 +70,8 @@ class SchedulerHalf:
         self._may_store = may_store
         self._states: dict[str, RequestState] = {}
         self._offers: dict[str, RequestState] = {}
-        self._loads: dict[str, Load] = {}
-        self._new_loads: list[LoadWork] = []
         self._last_stores: list[StoreWork] = []
         self._finishing: list[str] = []
-        self._cancelled: list[str] = []
         self._running: set[str] = set()
 
     @property
@@ -86,7 +82,7 @@ class SchedulerHalf:
     @property
     def pins_held(self) -> int:
         """Pins that this half will still give back."""
-        return len(self._offers) + len(self._loads)
+        return len(self._offers) + self._loads.running
 
     @property
     def steps_under_way(self) -> int:
@@ -153,22 +149,23 @@ class SchedulerHalf:
             self._withdraw(request.request_id, state)
             return
         end = min(offer.end, offer.begin + external_tokens // self._block_tokens)
-        self._begin_load(state, offer, end, tuple(ids[offer.begin : end] for ids in block_ids), counts_as_hit=first_admission)
+        self._loads.begin(state, offer, end, tuple(ids[offer.begin : end] for ids in block_ids), counts_as_hit=first_admission)
         self._withdraw(request.request_id, state)
 
     def build_metadata(self, output: SchedulerOutput) -> TuttiConnectorMetadata:
         """This step's work. Ends the step: offers that were not taken up are withdrawn."""
         for request_id, state in list(self._offers.items()):
             self._withdraw(request_id, state)
+        loads, cancelled = self._loads.take_work()
         metadata = TuttiConnectorMetadata(
-            loads=self._new_loads,
+            loads=loads,
             stores=self._last_stores,
             preempted=sorted(output.preempted_req_ids or ()),
             finishing=self._finishing,
-            cancelled_loads=self._cancelled,
+            cancelled_loads=cancelled,
             idle=output.total_num_scheduled_tokens == 0,
         )
-        self._new_loads, self._last_stores, self._finishing, self._cancelled = [], [], [], []
+        self._last_stores, self._finishing = [], []
         self._counters.preemptions += len(metadata.preempted)
         for request_id in metadata.preempted:
             if (preempted := self._states.get(request_id)) is not None:
@@ -200,11 +197,7 @@ class SchedulerHalf:
             if answer.layers_not_waited:
                 self._policy.may_wait = False
         self._policy.step_ended()
-        received = output.finished_recving or ()
-        for request_id, load in list(self._loads.items()):
-            if request_id in received or (load.layerwise and _done(load.operation)):
-                del self._loads[request_id]
-                self._end_load(request_id, load, output.invalid_block_ids)
+        self._loads.reap(self._states, output.finished_recving or (), output.invalid_block_ids)
         self._stores.reap(self._states)
 
     def finished(self, request: Request, block_ids: BlockTables | None = None) -> bool:
@@ -218,10 +211,7 @@ class SchedulerHalf:
         if state is None:
             return False
         self._withdraw(request_id, state)
-        load = self._loads.get(request_id)
-        if load is not None and not load.layerwise:
-            load.cancelled = True
-            self._cancelled.append(request_id)
+        if self._loads.cancel(request_id):
             return False
         if block_ids is not None:
             state.block_ids = block_ids
@@ -307,56 +297,6 @@ class SchedulerHalf:
             return None
         return decision
 
-    def _begin_load(self, state: RequestState, offer: Offer, end: int, tables: BlockTables, *, counts_as_hit: bool) -> None:
-        operation, move = None, None
-        keys = [bytes(key) for key in state.request.block_hashes[offer.begin : end]]
-        block_ids = tables[0]
-        try:
-            operation = self._store.retrieve(keys, self._with_holes(tables))
-            move = operation.plan.move if isinstance(operation.plan, RankedPlan) else None
-        except Exception as error:
-            self.engine_store.report("loading blocks", error)
-        request_id = state.request.request_id
-        self._loads[request_id] = Load(operation, offer.begin, block_ids, counts_as_hit, offer.layerwise, state.request, state.finding)
-        self._new_loads.append(LoadWork(request_id, block_ids, move, offer.layerwise))
-        self._policy.load_begins(len(block_ids), state.request.num_tokens - end * self._block_tokens, layerwise=offer.layerwise)
-
-    def _end_load(self, request_id: str, load: Load, invalid: set[int]) -> None:
-        self._counters.loads += 1
-        self._counters.loads_layerwise += load.layerwise
-        result = None if load.operation is None else self._result(load.operation, "loading blocks")
-        statuses = [Status.BAD_STATE] * len(load.block_ids) if result is None else [Status(status) for status in result.statuses]
-        ok_blocks, moved_bytes, seconds = (0, 0, 0.0) if result is None else (result.ok_blocks, result.bytes, result.seconds)
-        self._counters.blocks_loaded += ok_blocks
-        self._counters.bytes_loaded += moved_bytes
-        self._counters.load_seconds += seconds
-        self._accounting.load_ended(load.request, seconds, len(load.block_ids), ok_blocks, moved_bytes, layerwise=load.layerwise)
-        if load.cancelled:
-            self._counters.loads_cancelled += 1
-            if load.counts_as_hit:
-                self._accounting.settle(load.request, load.finding, cancelled=True)
-            return
-        failed = [
-            i
-            for i, (block_id, status) in enumerate(zip(load.block_ids, statuses, strict=True))
-            if status != Status.OK or block_id in invalid
-        ]
-        self._policy.load_ended(len(load.block_ids), seconds, failed=any(status in TIER_FAILURES for status in statuses))
-        state = self._states.get(request_id)
-        if failed:
-            self._counters.loads_failed += 1
-            if state is not None:
-                state.load_failed = True
-                state.next_store = min(state.next_store, load.begin + failed[0])
-            if load.layerwise and self._stores.block_pool is not None and state is not None:
-                # What was computed behind a block that didn't arrive may be wrong, and is computed again.
-                behind = state.block_ids[0][load.begin + failed[0] :] if state.block_ids else []
-                self._stores.block_pool.evict_blocks({*load.block_ids[failed[0] :], *behind})
-        else:
-            self._counters.loads_ok += 1
-        if load.counts_as_hit:
-            self._accounting.settle(load.request, load.finding, loaded=failed[0] if failed else len(load.block_ids), failed=len(failed))
-
     def _withdraw(self, request_id: str, state: RequestState) -> None:
         if state.offer is not None:
             self._unpin(state.offer.pin)
@@ -395,20 +335,7 @@ class SchedulerHalf:
             return None
         return self._stores.plan(state, computed_tokens)
 
-    def _with_holes(self, tables: BlockTables) -> BlockTables:
-        """Block tables for the store: vLLM's null block means that a group doesn't want the block."""
-        if not self._windows:
-            return tables
-        return tuple([NO_BLOCK if block_id == NULL_BLOCK else block_id for block_id in ids] for ids in tables)
-
     # --- calls to the store that must not reach vLLM as exceptions ---
-
-    def _result(self, operation: RetrieveOperation, action: str) -> Result | None:
-        try:
-            return operation.wait(0.0)
-        except Exception as error:
-            self.engine_store.report(action, error)
-            return None
 
     def _lookup(self, keys: list[bytes]) -> int:
         if not keys:
@@ -431,7 +358,3 @@ class SchedulerHalf:
             self._store.unpin(pin)
         except Exception as error:
             self.engine_store.report("unpinning blocks", error)
-
-
-def _done(operation: RetrieveOperation | None) -> bool:
-    return operation is None or operation.done()

@@ -22,18 +22,27 @@ class Metric:
 ENGINE_METRICS = (
     Metric("tutti_requests_total", "counter", "Requests settled."),
     Metric("tutti_requested_tokens_total", "counter", "Prompt tokens of settled requests: the denominator of tutti_hit_tokens_total."),
-    Metric("tutti_hit_tokens_total", "counter", "Prompt tokens that weren't computed, by where their KV was: hbm or ssd.", ("tier",)),
+    Metric(
+        "tutti_hit_tokens_total", "counter", "Prompt tokens that weren't computed, by where their KV was: hbm, ssd or remote.", ("tier",)
+    ),
     Metric("tutti_miss_tokens_total", "counter", "Prompt tokens that were computed."),
     Metric("tutti_requested_blocks_total", "counter", "Full blocks of settled prompts: the denominator of tutti_hit_blocks_total."),
-    Metric("tutti_hit_blocks_total", "counter", "Full blocks that weren't computed, by where their KV was: hbm or ssd.", ("tier",)),
+    Metric("tutti_hit_blocks_total", "counter", "Full blocks that weren't computed, by where their KV was: hbm, ssd or remote.", ("tier",)),
     Metric("tutti_miss_blocks_total", "counter", "Full blocks that were computed."),
     Metric(
-        "tutti_not_loaded_blocks_total", "counter", "Blocks that the store had and that were computed: not_worth or bypassed.", ("reason",)
+        "tutti_not_loaded_blocks_total",
+        "counter",
+        "Blocks that could be had and were computed: not_worth, bypassed or not_worth_fetching.",
+        ("reason",),
     ),
     Metric("tutti_loads_total", "counter", "Loads that ended: ok, failed (in part or whole) or cancelled.", ("result",)),
     Metric("tutti_load_blocks_total", "counter", "Blocks loaded well."),
     Metric("tutti_load_bytes_total", "counter", "Bytes loaded well."),
     Metric("tutti_load_seconds_total", "counter", "Duration of loads, summed."),
+    Metric("tutti_fetches_total", "counter", "Fetches from other nodes that ended: ok or failed (in part or whole).", ("result",)),
+    Metric("tutti_fetch_blocks_total", "counter", "Blocks fetched well."),
+    Metric("tutti_fetch_bytes_total", "counter", "Bytes fetched well."),
+    Metric("tutti_fetch_seconds_total", "counter", "Duration of fetches, summed."),
     Metric("tutti_store_blocks_total", "counter", "Blocks offered: stored, existing, refused, failed or bypassed.", ("result",)),
     Metric("tutti_store_bytes_total", "counter", "Bytes stored."),
     Metric("tutti_preemptions_total", "counter", "Times that a request's blocks were taken away before it had ended."),

@@ -164,6 +164,9 @@ def _sentences(note: RequestNote) -> dict[str, str]:
         "store had": f"{note.found} leading blocks" + (f"; the next one's key begins with {note.missing}" if note.missing else ""),
         "loaded": f"{note.loaded} blocks",
     }
+    if note.elsewhere or note.fetched:
+        sentences["another node had"] = f"{note.elsewhere} blocks more"
+        sentences["fetched"] = f"{note.fetched} blocks"
     if note.failed:
         sentences["failed"] = f"{note.failed} blocks, computed again"
     if rest > 0:

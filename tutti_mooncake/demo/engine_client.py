@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -102,6 +103,14 @@ class EngineProcess:
                     stream.close()
                 except BrokenPipeError:
                     pass
+
+    def pause(self) -> None:
+        """Stops the process (`SIGSTOP`): its ports take connections, and nothing answers."""
+        self._process.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Ends a pause."""
+        self._process.send_signal(signal.SIGCONT)
 
     def stop(self) -> None:
         """Ends the engine in good order: running stores become durable, the pool is marked clean."""

@@ -15,9 +15,19 @@ import sys
 import time
 import traceback
 from dataclasses import asdict
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
+
+from tutti_mooncake.block_hashes import block_hashes
+
+if TYPE_CHECKING:
+    from tutti_mooncake import Geometry
 
 SETTLE_SECONDS = 60.0
+
+
+def prompt_keys(geometry: Geometry, tokens: list[int]) -> list[bytes]:
+    """What the full blocks of a prompt are called."""
+    return block_hashes(tokens, geometry.block_tokens, geometry.hash_algorithm, geometry.hash_seed)
 
 
 class EngineServer:
@@ -121,7 +131,17 @@ class EngineServer:
             "pins_held": connector.pins_held,
             "steps_under_way": connector.steps_under_way,
             "kv_cache_groups": engine_store.mover.groups,
+            "cluster": connector.elsewhere and connector.elsewhere.report(),
         }
+
+    def held_elsewhere(self, tokens: list[int]) -> int:
+        """Leading blocks of a prompt that another node holds that may be asked now."""
+        from tutti_mooncake.connectors.vllm.registry import open_stores
+
+        (engine_store,) = open_stores()
+        elsewhere = self._core.scheduler.get_kv_connector().elsewhere
+        plan = elsewhere and elsewhere.plan(prompt_keys(engine_store.geometry, tokens))
+        return plan.blocks if plan else 0
 
     def metrics(self) -> str:
         """What `/metrics` of a server would say; needs `disable_log_stats=False`."""

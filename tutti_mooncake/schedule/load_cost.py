@@ -73,38 +73,41 @@ class LinearCost:
 
 
 class LoadCost:
-    """Decides between loading and computing. Not thread-safe. `load`: over blocks; `step`: over tokens."""
+    """Decides between loading and computing. Not thread-safe. `load`, `fetch` (from another node): over blocks; `step`: over tokens."""
 
-    def __init__(self, load: LinearCost | None = None, step: LinearCost | None = None) -> None:
+    def __init__(self, load: LinearCost | None = None, step: LinearCost | None = None, fetch: LinearCost | None = None) -> None:
         self.load = load or LinearCost()
         self.step = step or LinearCost()
-        self._refused = 0
+        self.fetch = fetch or LinearCost()
+        self._refused = self._refused_fetches = 0
 
     def worth(self, blocks: int, tokens: int) -> bool:
         """Whether loading `blocks` is expected to be faster than computing their `tokens`.
 
         True while too little has been measured; and once in sixteen refusals, so that a tier that has become fast is noticed.
         """
-        if not self.load.known or not self.step.known or self.load.seconds(blocks) < self.step.each * tokens:
-            self._refused = 0
-            return True
-        self._refused += 1
-        if self._refused >= _PROBE_EVERY:
-            self._refused = 0
-            return True
-        return False
+        self._refused = 0 if self._faster(self.load, blocks, tokens) else (self._refused + 1) % _PROBE_EVERY
+        return self._refused == 0
+
+    def worth_fetching(self, blocks: int, tokens: int) -> bool:
+        """The same for blocks of another node."""
+        self._refused_fetches = 0 if self._faster(self.fetch, blocks, tokens) else (self._refused_fetches + 1) % _PROBE_EVERY
+        return self._refused_fetches == 0
 
     def hidden(self, blocks: int, tokens: int) -> bool:
         """Whether a step that computes `tokens` is expected to last longer than the load of `blocks`."""
         return self.load.known and self.step.known and self.load.seconds(blocks) <= self.step.seconds(tokens)
 
     def as_dict(self) -> dict[str, dict[str, float]]:
-        """Both fits, to be kept."""
-        return {"load": self.load.as_dict(), "step": self.step.as_dict()}
+        """All fits, to be kept."""
+        return {"load": self.load.as_dict(), "step": self.step.as_dict(), "fetch": self.fetch.as_dict()}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> LoadCost:
         """The inverse of as_dict; damaged or missing values count as not measured."""
-        parts = [values.get(name) for name in ("load", "step")]
-        load, step = (LinearCost.from_dict(part) if isinstance(part, Mapping) else LinearCost() for part in parts)
-        return cls(load, step)
+        parts = [values.get(name) for name in ("load", "step", "fetch")]
+        load, step, fetch = (LinearCost.from_dict(part) if isinstance(part, Mapping) else LinearCost() for part in parts)
+        return cls(load, step, fetch)
+
+    def _faster(self, cost: LinearCost, blocks: int, tokens: int) -> bool:
+        return not cost.known or not self.step.known or cost.seconds(blocks) < self.step.each * tokens

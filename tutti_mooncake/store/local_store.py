@@ -74,6 +74,7 @@ class LocalStore:
         self._table = table
         self._clock = clock
         self._mask = salt_mask(config.tenant_salt)
+        self._faults = faults
         self._mover: MoverLike = mover or mover_of(pool, config, faults)
         self._readers: list[MoverLike] = []
         self._admission = make_admission(config.admission)
@@ -239,7 +240,7 @@ class LocalStore:
         """
         if self.geometry.tp_size > 1:
             raise ConfigError("a reader of a store of several ranks would read one rank's part of each block")
-        mover = mover_of(self._pool, self.config, None)
+        mover = mover_of(self._pool, self.config, self._faults)
         mover.register(tensors, self.geometry)
         with self._lock:
             self._life.check_open()

@@ -31,6 +31,7 @@ class RequestNote:
     `id`: the engine's name of it, its last 64 characters. `prompt`: tokens. `full`: blocks that the prompt fills. `hbm`: found in the
     engine's own cache. `found`: leading blocks that the store had. `loaded`: that were loaded well; `failed`: that were to be. `why`: why
     blocks that the store had were not loaded, empty where they were. `missing`: first 8 bytes (hex) of the first key that it didn't have.
+    `elsewhere`: blocks behind those found that another node held; `fetched`: of these, that were fetched well.
     """
 
     id: str
@@ -43,6 +44,8 @@ class RequestNote:
     failed: int = 0
     why: str = ""
     missing: str = ""
+    elsewhere: int = 0
+    fetched: int = 0
 
     def as_dict(self) -> dict[str, Any]:
         """For --json."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tutti_mooncake._native import FaultInjector
-from tutti_mooncake.demo.engine_server import EngineServer, main
+from tutti_mooncake.demo.engine_server import EngineServer, main, prompt_keys
 
 MODULE = "tests.e2e.vllm.faulty_engine"
 CONNECTOR = {"kv_connector": "FaultyConnector", "kv_connector_module_path": "tests.e2e.vllm.faulty_connector"}
@@ -83,6 +83,13 @@ class FaultyServer(EngineServer):
         self._next_id += 1
         self._engine.add_request(name, prompt, parameters, priority=request.get("priority", 0))
         return name
+
+    def drop_blocks(self, tokens: list[int]) -> int:
+        """Takes a prompt's blocks out of the store."""
+        from tutti_mooncake.connectors.vllm.registry import open_stores
+
+        (engine_store,) = open_stores()
+        return engine_store.store.drop(prompt_keys(engine_store.geometry, tokens))
 
     def truncate_pool(self, device: str) -> None:
         """As if the pool's file had been lost under the running engine."""

@@ -48,6 +48,8 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
+    from tutti_mooncake.connectors.vllm.elsewhere import Elsewhere
+
 logger = init_logger(f"vllm.{__name__}")
 
 
@@ -63,13 +65,14 @@ def hit_source() -> Any:
 class TuttiConnector(KVConnectorBase_V1, SupportsHMA):
     """Keeps vLLM's KV blocks on NVMe. Works for engines whose ranks are on one machine.
 
-    `kv_connector_extra_config` is a `StoreConfig` and an `EngineConfig` as one mapping. Raises `ConfigError` and what `LocalStore.open`
-    raises while the engine starts; afterwards no failure of the store reaches vLLM, each is counted and treated as a miss.
+    `kv_connector_extra_config` is a `StoreConfig`, an `EngineConfig` and a `ClusterConfig` as one mapping. Raises `ConfigError` and what
+    `LocalStore.open` and `Node` raise while the engine starts; afterwards no failure of the store reaches vLLM, each is counted and treated
+    as a miss.
     """
 
     _cache_hit_source = hit_source()
     faults: FaultInjector | None = None
-    """The seam at which tests make I/O of this process's workers fail."""
+    """The seam at which tests make I/O of this process fail."""
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
@@ -79,6 +82,8 @@ class TuttiConnector(KVConnectorBase_V1, SupportsHMA):
             raise ConfigError("TuttiConnector needs --kv-transfer-config")
         self._engine_id: str = transfer.engine_id
         self._store_config, self._engine_config, self._cluster_config = read_settings(dict(transfer.kv_connector_extra_config))
+        if self._cluster_config.endpoints:
+            namespace.check_cluster(vllm_config, kv_cache_config)
         self._worker: WorkerHalf | None = None
         self._scheduler: SchedulerHalf | None = None
         self._layers_wait = False
@@ -97,7 +102,17 @@ class TuttiConnector(KVConnectorBase_V1, SupportsHMA):
                 kv_cache_config.num_blocks,
                 len(kv_cache_config.kv_cache_groups),
                 windows=windows,
+                faults=self.faults,
             )
+            elsewhere = None
+            if self._cluster_config.endpoints:
+                from tutti_mooncake.connectors.vllm.elsewhere import Elsewhere  # needs the modules of a cluster
+
+                try:
+                    elsewhere = Elsewhere(engine_store.store, self._cluster_config)
+                except BaseException:
+                    registry.close_store(engine_store)
+                    raise
             announced = vllm_config.kv_events_config
             events = None
             if announced is not None and announced.enable_kv_cache_events:
@@ -118,6 +133,7 @@ class TuttiConnector(KVConnectorBase_V1, SupportsHMA):
                 may_load=transfer.is_kv_consumer,
                 may_store=transfer.is_kv_producer,
                 events=events,
+                elsewhere=elsewhere,
             )
             logger.info("TuttiConnector: %s", engine_store.store.recovery)
 
@@ -135,6 +151,11 @@ class TuttiConnector(KVConnectorBase_V1, SupportsHMA):
     def steps_under_way(self) -> int:
         """Steps that the workers have not answered; 0 when the engine is at rest."""
         return self._require_scheduler().steps_under_way
+
+    @property
+    def elsewhere(self) -> Elsewhere | None:
+        """The other nodes, as this one sees them; `None` when it is alone."""
+        return self._require_scheduler().elsewhere
 
     def settle_stores(self, timeout_seconds: float) -> None:
         """Returns when all stores that workers have ended are committed too, which otherwise happens a moment later and on its own."""
@@ -161,7 +182,16 @@ class TuttiConnector(KVConnectorBase_V1, SupportsHMA):
         mover = RankMover(
             self._store_config, geometry, tensors, deliver, rank=rank, user=self._engine_id, groups=groups, faults=self.faults
         )
-        self._worker = WorkerHalf(mover, layers, outbox, by_request=namespace.has_windows(self._kv_cache_config))
+        fetches = None
+        if self._cluster_config.endpoints:
+            from tutti_mooncake.connectors.vllm.fetches import Fetches
+
+            try:
+                fetches = Fetches(self._cluster_config, self._store_config, geometry, tensors)
+            except BaseException:
+                mover.close()
+                raise
+        self._worker = WorkerHalf(mover, layers, outbox, fetches=fetches, by_request=namespace.has_windows(self._kv_cache_config))
         registry.worker_opened(self._engine_id)
         logger.info("TuttiConnector: rank %d of %s; %s: %s", mover.rank, geometry, mover.executor, mover.executor_reason)
 

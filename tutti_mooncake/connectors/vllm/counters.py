@@ -1,7 +1,7 @@
 """Counts of what the connector did, kept by the scheduler half.
 
 The denominator of a hit rate is `requested_tokens`: every prompt token of every settled request, cached or not:
-`local_hit_tokens + hit_tokens + miss_tokens == requested_tokens` at any time.
+`local_hit_tokens + hit_tokens + fetched_tokens + miss_tokens == requested_tokens` at any time.
 """
 
 from __future__ import annotations
@@ -21,12 +21,15 @@ class Counters:
     """Of these, found in vLLM's own prefix cache at admission."""
     hit_tokens: int = 0
     """Of these, loaded from the store, and loaded well."""
+    fetched_tokens: int = 0
+    """Of these, fetched from other nodes, and fetched well."""
     miss_tokens: int = 0
     """Of these, computed."""
     requested_blocks: int = 0
     """Full blocks of those prompts; the four counters below are as those of tokens."""
     local_hit_blocks: int = 0
     hit_blocks: int = 0
+    fetched_blocks: int = 0
     miss_blocks: int = 0
     preemptions: int = 0
     """Times that vLLM took a request's blocks away before it had ended."""
@@ -50,6 +53,20 @@ class Counters:
     """Blocks that were found while the breaker of loads was open."""
     load_seconds: float = 0.0
     """Time from submission to end, summed over loads."""
+    fetches: int = 0
+    """Fetches from other nodes that ended; each is a part of a load."""
+    fetches_ok: int = 0
+    """Fetches of which every block arrived."""
+    fetches_failed: int = 0
+    """Fetches of which at least one block failed and was computed."""
+    blocks_fetched: int = 0
+    """Blocks that arrived whole from other nodes."""
+    bytes_fetched: int = 0
+    """Bytes of those blocks."""
+    fetch_seconds: float = 0.0
+    """Time from the beginning to the end of fetches, summed."""
+    blocks_not_worth_fetching: int = 0
+    """Blocks that another node held and that are faster to compute."""
     blocks_stored: int = 0
     """Blocks that this engine made durable."""
     bytes_stored: int = 0

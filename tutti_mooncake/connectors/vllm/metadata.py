@@ -4,6 +4,7 @@ Invariants:
 - Every asynchronous load in a step's metadata is answered by exactly one entry of `finished_recving` of each worker, cancelled or not.
 - Every request in `finishing` is answered by exactly one entry of `finished_sending` of each worker; a request is never in both answers.
 - Every move is answered by exactly one report of each worker.
+- Every fetch is answered by exactly one `Fetched`, in the step in which its load is reported ended.
 - Work is taken out of the metadata, so that hooks which vLLM calls once or twice per step submit it only once.
 """
 
@@ -13,21 +14,35 @@ from dataclasses import dataclass, field
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
+from tutti_mooncake.keys import KeyArray
+from tutti_mooncake.remote.fetcher import Fetched
+from tutti_mooncake.remote.wire import Peer
 from tutti_mooncake.store.moves import Move, MoveReport
 
 
 @dataclass(frozen=True)
-class LoadWork:
-    """Fill the engine blocks `block_ids` of a request (with several KV cache groups: those of the first).
+class FetchWork:
+    """Fill the engine blocks `block_ids` from other nodes: from `owners` in turn, within `seconds`. `keys`: salted, one for each."""
 
-    `move`: how; `None` when the store refused it, and then all of them stay without content. `layerwise`: the request is computed in this
-    very step, and each layer waits for its part; else it is computed after the load was reported finished.
+    owners: tuple[Peer, ...]
+    keys: KeyArray
+    block_ids: list[int]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class LoadWork:
+    """Fill the engine blocks `block_ids` of a request (with several KV cache groups: those of the first), and those of `fetch` behind them.
+
+    `move`: how; `None` when the store refused it, and then all of `block_ids` stay without content. `layerwise`: the request is computed in
+    this very step, and each layer waits for its part; else it is computed after the load was reported finished.
     """
 
     request_id: str
     block_ids: list[int]
     move: Move | None
     layerwise: bool = False
+    fetch: FetchWork | None = None
 
 
 @dataclass(frozen=True)
@@ -70,13 +85,17 @@ class TuttiConnectorMetadata(KVConnectorMetadata):
 class TuttiWorkerMetadata(KVConnectorWorkerMetadata):
     """What the workers report in one step.
 
-    `layers_not_waited`: a worker's model didn't wait for every layer of a layer-wise load, so such loads must not be used again.
+    `fetched`: by request, how fetches ended. `layers_not_waited`: a worker's model didn't wait for every layer of a layer-wise load, so
+    such loads must not be used again.
     """
 
     reports: list[MoveReport] = field(default_factory=list)
+    fetched: dict[str, Fetched] = field(default_factory=dict)
     layers_not_waited: bool = False
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> TuttiWorkerMetadata:
         """Both together."""
         assert isinstance(other, TuttiWorkerMetadata)
-        return TuttiWorkerMetadata(self.reports + other.reports, self.layers_not_waited or other.layers_not_waited)
+        return TuttiWorkerMetadata(
+            self.reports + other.reports, self.fetched | other.fetched, self.layers_not_waited or other.layers_not_waited
+        )

@@ -67,6 +67,14 @@ def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
     hash_seed(cache.prefix_caching_hash_algo)
 
 
+def check_cluster(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+    """Raises ConfigError for engines whose blocks can't be fetched by others."""
+    if vllm_config.parallel_config.tensor_parallel_size > 1:
+        raise ConfigError("etcd: engines of several tensor-parallel ranks can't join a cluster yet; leave etcd empty")
+    if len(kv_cache_config.kv_cache_groups) > 1:
+        raise ConfigError("etcd: models with several KV cache groups can't join a cluster yet; leave etcd empty")
+
+
 def has_windows(kv_cache_config: KVCacheConfig) -> bool:
     """Whether some layers keep only the latest blocks of a request."""
     groups = kv_cache_config.kv_cache_groups

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from vllm.logger import init_logger
 
 from tutti_mooncake import Geometry, LocalStore, StoreConfig
+from tutti_mooncake._native import FaultInjector
 from tutti_mooncake.connectors.vllm.counters import Counters
 from tutti_mooncake.errors import ConfigError
 from tutti_mooncake.store.moves import MoveReport, RankedMover
@@ -64,10 +65,20 @@ def worker_closed(engine_id: str) -> None:
         _workers.discard(engine_id)
 
 
-def open_store(engine_id: str, config: StoreConfig, ranks: int, blocks: int, groups: int = 1, *, windows: bool = False) -> EngineStore:
+def open_store(
+    engine_id: str,
+    config: StoreConfig,
+    ranks: int,
+    blocks: int,
+    groups: int = 1,
+    *,
+    windows: bool = False,
+    faults: FaultInjector | None = None,
+) -> EngineStore:
     """Opens the engine's store, whose pool the workers have made or checked. Raises what `LocalStore.open` raises.
 
-    `ranks`: tensor-parallel workers; `blocks`: engine blocks that each has; `groups`: its KV cache groups; `windows`: see there.
+    `ranks`: tensor-parallel workers; `blocks`: engine blocks that each has; `groups`: its KV cache groups; `windows`: see there; `faults`:
+    makes reads for other nodes fail.
     """
     geometry = read_geometry(config)
     if geometry.tp_size != ranks:
@@ -76,7 +87,7 @@ def open_store(engine_id: str, config: StoreConfig, ranks: int, blocks: int, gro
         if engine_id in _open:
             raise ConfigError(f"engine {engine_id} has already opened the pool on {', '.join(map(str, config.devices))}")
         mover = RankedMover(ranks, geometry.layers, blocks, groups, reports_by_itself=engine_id in _workers)
-        store = LocalStore.open(config, geometry, create=False, mover=mover, user=engine_id)
+        store = LocalStore.open(config, geometry, create=False, mover=mover, user=engine_id, faults=faults)
         _open[engine_id] = EngineStore(engine_id, store, mover, geometry, windows)
         return _open[engine_id]
 

@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING
 
 from tutti_mooncake import RetrieveOperation, StoreOperation
 from tutti_mooncake.connectors.vllm.accounting import Finding
+from tutti_mooncake.remote.fetcher import Fetched
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from tutti_mooncake import Pin
+    from tutti_mooncake.agent.sources import FetchPlan
 
 
 BlockTables = tuple[list[int], ...]
@@ -27,25 +29,34 @@ def asked(request: Request, name: str, *, default: bool) -> bool:
 
 @dataclass
 class Offer:
-    """Blocks `[begin, end)` of a request's chain that were found in the store, and the pin that keeps them there."""
+    """Blocks of a request's chain: `[begin, local_end)` were found in the store, and `pin` keeps them there; `[local_end, end)` are to be
+    fetched by `plan`.
+    """
 
-    pin: Pin
+    pin: Pin | None
     begin: int
+    local_end: int
     end: int
-    layerwise: bool
+    layerwise: bool = False
+    plan: FetchPlan | None = None
 
 
 @dataclass
 class Load:
-    """A load on its way: the engine blocks it fills (of the first KV cache group) and the position of the first one in its chain."""
+    """A load on its way: the engine blocks it fills (of the first KV cache group; `local` of them from the store, the others by `plan`) and
+    the position of the first one in its chain. `fetched`: how the fetch ended.
+    """
 
     operation: RetrieveOperation | None
     begin: int
     block_ids: list[int]
+    local: int
     counts_as_hit: bool
     layerwise: bool
     request: Request
     finding: Finding
+    plan: FetchPlan | None = None
+    fetched: Fetched | None = None
     cancelled: bool = False
 
 

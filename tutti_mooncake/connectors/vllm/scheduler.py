@@ -35,13 +35,17 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from tutti_mooncake import Pin
+    from tutti_mooncake.agent.sources import FetchPlan
+    from tutti_mooncake.connectors.vllm.elsewhere import Elsewhere
 
 PIN_LEASE_SECONDS = 300.0
 """Longer than any load; it only matters when an engine forgets a pin."""
 
 
 class SchedulerHalf:
-    """`block_tokens`: tokens per block. `may_load`, `may_store`: what the engine's KV role allows. `events`: where to announce blocks."""
+    """`block_tokens`: tokens per block. `may_load`, `may_store`: what the engine's KV role allows. `events`: where to announce blocks.
+    `elsewhere`: other nodes, in a cluster.
+    """
 
     def __init__(
         self,
@@ -53,7 +57,9 @@ class SchedulerHalf:
         may_load: bool,
         may_store: bool,
         events: Events | None = None,
+        elsewhere: Elsewhere | None = None,
     ) -> None:
+        self._elsewhere = elsewhere
         self.engine_store = engine_store
         self._store = engine_store.store
         self._mover = engine_store.mover
@@ -62,7 +68,7 @@ class SchedulerHalf:
         self._accounting = accounting
         self._events = events
         self._stores = StoreQueue(engine_store, policy, block_tokens, events)
-        self._loads = LoadQueue(engine_store, policy, accounting, self._stores, block_tokens)
+        self._loads = LoadQueue(engine_store, policy, accounting, self._stores, block_tokens, elsewhere)
         self._stats = StatsReader(engine_store.counters)
         self._windows = engine_store.windows
         self._block_tokens = block_tokens
@@ -85,14 +91,19 @@ class SchedulerHalf:
         return len(self._offers) + self._loads.running
 
     @property
+    def elsewhere(self) -> Elsewhere | None:
+        """Other nodes, in a cluster."""
+        return self._elsewhere
+
+    @property
     def steps_under_way(self) -> int:
         """Steps that the workers have not answered."""
         return self._policy.steps_under_way
 
     @property
     def has_moves(self) -> bool:
-        """Whether steps are needed: for workers in other processes to report, or to let go of held blocks."""
-        return self._stores.holds_blocks or (not self._mover.reports_by_itself and self._mover.running > 0)
+        """Whether steps are needed: for workers to report, or to let go of held blocks."""
+        return self._stores.holds_blocks or self._loads.fetching or (not self._mover.reports_by_itself and self._mover.running > 0)
 
     def bind_block_pool(self, block_pool: BlockPool) -> None:
         """vLLM's block pool, from whose prefix cache blocks are taken that were computed from a failed load."""
@@ -110,25 +121,21 @@ class SchedulerHalf:
         keys = request.block_hashes
         resident = 0 if request.lora_request is not None else self._lookup(keys)
         state.next_store = resident
-        begin = computed_tokens // self._block_tokens
-        end = min(resident, (request.num_tokens - 1) // self._block_tokens)
+        begin, most = computed_tokens // self._block_tokens, (request.num_tokens - 1) // self._block_tokens
+        local_end = max(begin, min(resident, most))
         state.finding = Finding(computed_tokens, resident, self._why_not(state))
-        if end <= begin or state.finding.why:
+        plan = None
+        if self._elsewhere is not None and not state.finding.why:
+            plan = self._elsewhere.plan(keys[local_end:most])
+            state.finding.elsewhere = 0 if plan is None else plan.blocks
+        if state.finding.why or (local_end == begin and plan is None):
             return 0, False
-        decision = self._decide(state, begin, end)
-        if decision is None:
+        offer = self._offer(state, begin, local_end, plan)
+        if offer is None:
             return 0, False
-        pin = self._pin(keys[:end])
-        if pin is None:
-            return 0, False
-        end = min(end, pin.blocks)
-        if end <= begin:
-            self._unpin(pin)
-            return 0, False
-        layerwise = decision is Decision.LAYERWISE
-        state.offer = Offer(pin, begin, end, layerwise)
+        state.offer = offer
         self._offers[request.request_id] = state
-        return (end - begin) * self._block_tokens, not layerwise
+        return (offer.end - begin) * self._block_tokens, not offer.layerwise
 
     def allocated(self, request: Request, block_ids: BlockTables, external_tokens: int) -> None:
         """vLLM has given the request all blocks of `block_ids`, `external_tokens` of them to be loaded."""
@@ -194,6 +201,7 @@ class SchedulerHalf:
         answer = output.kv_connector_worker_meta
         if isinstance(answer, TuttiWorkerMetadata):
             self._mover.take(answer.reports)
+            self._loads.take_fetched(answer.fetched)
             if answer.layers_not_waited:
                 self._policy.may_wait = False
         self._policy.step_ended()
@@ -233,6 +241,8 @@ class SchedulerHalf:
         except Exception as error:
             self.engine_store.report("clearing the store", error)
             return False
+        if self._elsewhere is not None:
+            self._elsewhere.leave()
         for state in self._states.values():
             state.next_store = 0
         return True
@@ -266,6 +276,8 @@ class SchedulerHalf:
         self._stores.reap({})
         self._loads.clear()
         self._states.clear()
+        if self._elsewhere is not None:
+            self._elsewhere.close()
 
     # --- loads ---
 
@@ -281,13 +293,36 @@ class SchedulerHalf:
             return "the request skips reading the cache"
         return "an earlier load of the request failed" if state.load_failed else ""
 
-    def _decide(self, state: RequestState, begin: int, end: int) -> Decision | None:
-        """How to load blocks `[begin, end)`; `None` when they are better computed, which is counted."""
+    def _offer(self, state: RequestState, begin: int, local_end: int, plan: FetchPlan | None) -> Offer | None:
+        """Blocks `[begin, local_end)` of the store, pinned, and what `plan` has behind them; `None` when they are better computed."""
+        if plan is not None and not self._policy.cost.worth_fetching(plan.blocks, plan.blocks * self._block_tokens):
+            self._counters.blocks_not_worth_fetching += plan.blocks
+            state.finding.why = "faster to compute than to fetch"
+            plan = None
+        end = local_end + (0 if plan is None else plan.blocks)
+        if local_end == begin:
+            return None if plan is None else Offer(None, begin, begin, end, plan=plan)
+        decision = self._decide(state, begin, local_end, fetching=plan is not None)
+        pin = None if decision is None else self._pin(state.request.block_hashes[:local_end])
+        if pin is None:
+            return None
+        if pin.blocks < local_end:
+            local_end = end = pin.blocks
+            plan = None
+        if end <= begin:
+            self._unpin(pin)
+            return None
+        return Offer(pin, begin, local_end, end, decision is Decision.LAYERWISE and plan is None, plan)
+
+    def _decide(self, state: RequestState, begin: int, end: int, *, fetching: bool) -> Decision | None:
+        """How to load blocks `[begin, end)`; `None` when they are better computed, which is counted. `fetching`: together with others that
+        are worth it.
+        """
         request, blocks = state.request, end - begin
         rest = request.num_tokens - end * self._block_tokens
         alone = not self._running - {request.request_id}
         decision = self._policy.decide(blocks, blocks * self._block_tokens, rest, alone=alone)
-        if decision is Decision.NOT_WORTH_IT:
+        if decision is Decision.NOT_WORTH_IT and not fetching:
             state.finding.why = "faster to compute"
             self._counters.blocks_not_worth_loading += blocks
             return None
@@ -299,7 +334,8 @@ class SchedulerHalf:
 
     def _withdraw(self, request_id: str, state: RequestState) -> None:
         if state.offer is not None:
-            self._unpin(state.offer.pin)
+            if state.offer.pin is not None:
+                self._unpin(state.offer.pin)
             state.offer = None
             del self._offers[request_id]
 

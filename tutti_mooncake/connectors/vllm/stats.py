@@ -20,16 +20,24 @@ Values = dict[str, dict[str, float]]
 _COUNTERS: dict[str, dict[str, str]] = {
     "tutti_requests_total": {"": "requests"},
     "tutti_requested_tokens_total": {"": "requested_tokens"},
-    "tutti_hit_tokens_total": {"hbm": "local_hit_tokens", "ssd": "hit_tokens"},
+    "tutti_hit_tokens_total": {"hbm": "local_hit_tokens", "ssd": "hit_tokens", "remote": "fetched_tokens"},
     "tutti_miss_tokens_total": {"": "miss_tokens"},
     "tutti_requested_blocks_total": {"": "requested_blocks"},
-    "tutti_hit_blocks_total": {"hbm": "local_hit_blocks", "ssd": "hit_blocks"},
+    "tutti_hit_blocks_total": {"hbm": "local_hit_blocks", "ssd": "hit_blocks", "remote": "fetched_blocks"},
     "tutti_miss_blocks_total": {"": "miss_blocks"},
-    "tutti_not_loaded_blocks_total": {"not_worth": "blocks_not_worth_loading", "bypassed": "blocks_bypassed"},
+    "tutti_not_loaded_blocks_total": {
+        "not_worth": "blocks_not_worth_loading",
+        "bypassed": "blocks_bypassed",
+        "not_worth_fetching": "blocks_not_worth_fetching",
+    },
     "tutti_loads_total": {"ok": "loads_ok", "failed": "loads_failed", "cancelled": "loads_cancelled"},
     "tutti_load_blocks_total": {"": "blocks_loaded"},
     "tutti_load_bytes_total": {"": "bytes_loaded"},
     "tutti_load_seconds_total": {"": "load_seconds"},
+    "tutti_fetches_total": {"ok": "fetches_ok", "failed": "fetches_failed"},
+    "tutti_fetch_blocks_total": {"": "blocks_fetched"},
+    "tutti_fetch_bytes_total": {"": "bytes_fetched"},
+    "tutti_fetch_seconds_total": {"": "fetch_seconds"},
     "tutti_store_blocks_total": {
         "stored": "blocks_stored",
         "existing": "blocks_already_stored",
@@ -71,11 +79,12 @@ class TuttiStats(KVConnectorStats):
             return float(counters.get(name, {}).get(label, 0))
 
         requested, seconds = of("tutti_requested_tokens_total"), of("tutti_load_seconds_total")
-        hbm, ssd = of("tutti_hit_tokens_total", "hbm"), of("tutti_hit_tokens_total", "ssd")
+        hbm, ssd, remote = (of("tutti_hit_tokens_total", tier) for tier in ("hbm", "ssd", "remote"))
         return {
             "requested tokens": requested,
             "hit rate hbm": round(hbm / requested, 3) if requested else 0.0,
             "hit rate ssd": round(ssd / requested, 3) if requested else 0.0,
+            "hit rate remote": round(remote / requested, 3) if requested else 0.0,
             "loaded GB": round(of("tutti_load_bytes_total") / 1e9, 3),
             "load GB/s": round(of("tutti_load_bytes_total") / 1e9 / seconds, 2) if seconds else 0.0,
             "stored GB": round(of("tutti_store_bytes_total") / 1e9, 3),

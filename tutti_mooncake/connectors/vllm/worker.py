@@ -17,13 +17,18 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
 
 from tutti_mooncake import Status
 from tutti_mooncake.connectors.vllm.metadata import LoadWork, StoreWork, TuttiConnectorMetadata, TuttiWorkerMetadata
+from tutti_mooncake.remote.fetcher import Fetched
 from tutti_mooncake.store.moves import MoveReport, PlanLike
 from tutti_mooncake.store.rank_mover import RankMover
+
+if TYPE_CHECKING:
+    from tutti_mooncake.connectors.vllm.fetches import Fetches, RunningFetch
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -37,14 +42,33 @@ FOREVER = -1.0
 
 @dataclass
 class RunningLoad:
-    """A load; `plan` is `None` when it could not begin."""
+    """A load; `plan` is `None` when it has no blocks in the store, or could not begin."""
 
     work: LoadWork
     plan: PlanLike | None
+    fetch: RunningFetch | None = None
     cancelled: bool = False
 
-    def failed(self, *, as_whole: bool) -> list[int]:
-        """Engine blocks that it left without valid content; all of them if one is, `as_whole`."""
+    def over(self) -> bool:
+        """Whether none of it touches the engine's memory any more."""
+        return (self.plan is None or _over(self.plan)) and (self.fetch is None or self.fetch.done())
+
+    def cancel(self) -> None:
+        """It is over soon."""
+        self.cancelled = True
+        if self.plan is not None:
+            self.plan.cancel()
+        if self.fetch is not None:
+            self.fetch.cancel()
+
+    def failed(self, fetched: Fetched | None = None, *, as_whole: bool) -> list[int]:
+        """Engine blocks that it left without valid content; all of those from the store if one is, `as_whole`. `fetched`: how its fetch
+        ended.
+        """
+        missing = [] if self.work.fetch is None else self.work.fetch.block_ids[0 if fetched is None else fetched.blocks :]
+        return self._failed_in_store(as_whole) + missing
+
+    def _failed_in_store(self, as_whole: bool) -> list[int]:
         if self.plan is None or self.work.move is None:
             return self.work.block_ids
         statuses = self.plan.statuses()
@@ -86,12 +110,17 @@ class Outbox:
 
 class WorkerHalf:
     """`layers`: index of each attention layer in the model, by vLLM's name of it. `outbox`: where the mover's reports wait for a step.
+    `fetches`: what brings blocks of other nodes, in a cluster.
 
     `by_request`: vLLM is told which requests' loads failed, and not which blocks, as with sliding windows.
     """
 
-    def __init__(self, mover: RankMover, layers: Mapping[str, int], outbox: Outbox, *, by_request: bool = False) -> None:
+    def __init__(
+        self, mover: RankMover, layers: Mapping[str, int], outbox: Outbox, *, fetches: Fetches | None = None, by_request: bool = False
+    ) -> None:
         self._mover = mover
+        self._fetches = fetches
+        self._fetched: dict[str, Fetched] = {}
         self._layers = dict(layers)
         self._layer_count = len(set(layers.values()))  # several names may show one layer's memory
         self._outbox = outbox
@@ -115,7 +144,8 @@ class WorkerHalf:
     def start_loads(self, metadata: TuttiConnectorMetadata) -> None:
         """Begins the step's loads and cancels those whose requests have ended."""
         for work in metadata.take_loads():
-            load = RunningLoad(work, None if work.move is None else self._mover.begin(work.move))
+            fetch = None if work.fetch is None or self._fetches is None else self._fetches.begin(work.fetch)
+            load = RunningLoad(work, None if work.move is None else self._mover.begin(work.move), fetch)
             if work.layerwise:
                 self._layerwise.append(load)
             else:
@@ -123,9 +153,7 @@ class WorkerHalf:
         for request_id in metadata.cancelled_loads:
             cancelled = self._loads.get(request_id)
             if cancelled is not None:
-                cancelled.cancelled = True
-                if cancelled.plan is not None:
-                    cancelled.plan.cancel()
+                cancelled.cancel()
 
     def wait_for_layer(self, metadata: TuttiConnectorMetadata, layer_name: str) -> None:
         """Returns when this layer of the step's layer-wise loads has arrived, or has failed, which `finished` reports."""
@@ -168,12 +196,15 @@ class WorkerHalf:
         unsubmitted = {work.request_id for work in metadata.stores}
         sent = {request_id for request_id in self._finishing - unsubmitted if not self._stores_of[request_id]}
         self._finishing -= sent
-        ended = [load for load in self._loads.values() if load.plan is None or _over(load.plan)]
+        ended = [load for load in self._loads.values() if load.over()]
         if ended:
             self._mover.poll()
         for load in ended:
             del self._loads[load.work.request_id]
-            if load.cancelled or not (failed := load.failed(as_whole=self._by_request)):
+            fetched = None if load.fetch is None else load.fetch.result()
+            if fetched is not None:
+                self._fetched[load.work.request_id] = fetched
+            if load.cancelled or not (failed := load.failed(fetched, as_whole=self._by_request)):
                 continue
             if self._by_request:
                 self._failed_requests.add(load.work.request_id)
@@ -197,9 +228,10 @@ class WorkerHalf:
         A step without tokens always has an answer: vLLM drops an empty one there, and the scheduler half counts answers.
         """
         reports = self._outbox.take()
-        if not reports and not self._layers_not_waited and not self._idle:
+        if not reports and not self._fetched and not self._layers_not_waited and not self._idle:
             return None
-        metadata = TuttiWorkerMetadata(reports, self._layers_not_waited)
+        metadata = TuttiWorkerMetadata(reports, self._fetched, self._layers_not_waited)
+        self._fetched = {}
         self._layers_not_waited = False
         return metadata
 
@@ -217,8 +249,10 @@ class WorkerHalf:
         """Cancels loads, lets stores end, and returns when the engine's memory is its own again."""
         loads = [*self._loads.values(), *self._layerwise]
         for load in loads:
-            if load.plan is not None:
-                load.plan.cancel()
+            load.cancel()
+        if self._fetches is not None:
+            self._fetches.close()
+            self._fetches = None
         for plan in [load.plan for load in loads] + [store.plan for store in self._stores]:
             if plan is not None:
                 _wait_until_over(plan)
@@ -250,13 +284,16 @@ class WorkerHalf:
 
     def _wait_a_moment(self) -> None:
         """Gives I/O a moment when there is nothing to compute, in place of a busy loop; less when something is over already."""
-        running = [load.plan for load in self._loads.values() if load.plan is not None] + [store.plan for store in self._stores]
-        if not running or any(_over(plan) for plan in running):
+        loads = list(self._loads.values())
+        if any(load.over() for load in loads) or any(_over(store.plan) for store in self._stores):
             return
-        if running[0].done():
+        plans = [load.plan for load in loads if load.plan is not None and not _over(load.plan)] + [store.plan for store in self._stores]
+        if plans and plans[0].done():
             time.sleep(DRAIN_POLL_SECONDS)
-        else:
-            running[0].wait(IDLE_WAIT_SECONDS)
+        elif plans:
+            plans[0].wait(IDLE_WAIT_SECONDS)
+        elif loads and loads[0].fetch is not None:
+            loads[0].fetch.wait(IDLE_WAIT_SECONDS)
 
     def _reap_stores(self) -> None:
         running = []

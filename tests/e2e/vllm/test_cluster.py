@@ -1,0 +1,214 @@
+"""Two real engines on pools of their own, a real etcd and Mooncake's Transfer Engine: what one has computed the other fetches.
+
+The tests run in the order of the file; each leaves both engines alive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.vllm import faulty_engine
+from tests.e2e.vllm.checks import assert_same_answer, make_prompt
+from tests.e2e.vllm.conftest import BLOCK_TOKENS, CAPACITY
+from tests.e2e.vllm.test_restart import ask, counters, growth
+from tests.etcd_server import EtcdServer, etcd_binary
+from tests.waiting import wait_for
+from tutti_mooncake.demo.engine_client import EngineProcess
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
+pytest.importorskip("etcd3", reason="the module etcd3 is not installed (scripts/setup)")
+pytest.importorskip("mooncake.engine", reason="Mooncake's Transfer Engine can't be loaded", exc_type=ImportError)
+if not etcd_binary():
+    pytest.skip("there is no etcd (scripts/setup)", allow_module_level=True)
+
+BLOCKS = 8
+PROMPTS = [make_prompt(700 + i, BLOCKS * BLOCK_TOKENS + 20) for i in range(12)]
+
+
+class Engine:
+    """One node: an engine with a pool."""
+
+    def __init__(self, root: Path, name: str, model: Path, etcd: str, executor: str) -> None:
+        self.root, self.name, self.model, self.etcd, self.executor = root, name, model, etcd, executor
+        self.start()
+
+    def start(self) -> None:
+        self.process = EngineProcess(
+            {
+                "model": str(self.model),
+                "block_size": BLOCK_TOKENS,
+                "max_model_len": 4096,
+                "max_num_batched_tokens": 512,
+                "distributed_executor_backend": self.executor,
+            },
+            [str(self.root / self.name)],
+            self.root / f"{self.name}.log",
+            CAPACITY,
+            {"OMP_NUM_THREADS": "1"},
+            store={
+                "etcd": self.etcd,
+                "node_name": self.name,
+                "etcd_timeout_seconds": 1,
+                "node_ttl_seconds": 2,
+                "publish_seconds": 0.1,
+                "fetch_deadline_seconds": 5,
+                "load_threshold": "none",
+            },
+            connector=faulty_engine.CONNECTOR,
+            server=faulty_engine.MODULE,
+        )
+
+    def ask(self, prompt: list[int]) -> dict[str, Any]:
+        return ask(self.process, prompt)
+
+    def computes(self, prompt: list[int]) -> dict[str, Any]:
+        """Asks, and returns when what was computed can be found by others."""
+        answer = self.ask(prompt)
+        self.process.call("drain")
+        return answer
+
+    def again(self, prompt: list[int], cold: dict[str, Any], what: str) -> dict[str, int]:
+        """Asks with vLLM's own cache empty, compares the answer, and tells what grew."""
+        assert self.process.call("reset_prefix_cache")
+        before = counters(self.process)
+        assert_same_answer(self.ask(prompt), cold, what)
+        self.process.call("drain")
+        return growth(before, counters(self.process))
+
+    def cluster(self) -> dict[str, Any]:
+        return dict(self.process.call("report")["cluster"])
+
+
+@dataclass
+class Pair:
+    a: Engine
+    b: Engine
+    etcd: EtcdServer
+
+    def b_sees(self, prompt: list[int]) -> None:
+        wait_for(lambda: self.b.process.call("held_elsewhere", tokens=prompt) == BLOCKS)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[Pair]:
+    root = tmp_path_factory.mktemp("cluster")
+    etcd = EtcdServer(root / "etcd").start()
+    a = Engine(root, "a", tiny_model, etcd.endpoint, "uni")
+    b = Engine(root, "b", tiny_model, etcd.endpoint, "mp")  # its worker is a process of its own
+    yield Pair(a, b, etcd)
+    a.process.kill()
+    b.process.kill()
+    etcd.kill()
+
+
+def test_one_engine_answers_with_the_blocks_of_the_other(pair: Pair) -> None:
+    cold = pair.a.computes(PROMPTS[0])
+    pair.b_sees(PROMPTS[0])
+    grown = pair.b.again(PROMPTS[0], cold, "fetched from the other node")
+    assert (grown["fetches"], grown["fetches_ok"], grown["blocks_fetched"]) == (1, 1, BLOCKS)
+    assert (grown["fetched_tokens"], grown["hit_tokens"], grown["miss_tokens"]) == (BLOCKS * BLOCK_TOKENS, 0, 20)
+    assert grown["fetched_blocks"] == BLOCKS and grown["loads_ok"] == 1
+    assert pair.a.cluster()["served"]["blocks"] == BLOCKS
+    grown = pair.b.again(PROMPTS[0], cold, "admitted to its own pool")
+    assert (grown["hit_tokens"], grown["fetched_tokens"], grown["fetches"]) == (BLOCKS * BLOCK_TOKENS, 0, 0)
+    cold = pair.b.computes(PROMPTS[11])
+    wait_for(lambda: pair.a.process.call("held_elsewhere", tokens=PROMPTS[11]) == BLOCKS)
+    assert pair.a.again(PROMPTS[11], cold, "the other way round")["blocks_fetched"] == BLOCKS
+
+
+def test_a_prompt_comes_from_three_places(pair: Pair) -> None:
+    """Its head from vLLM's own cache, more from the own pool, the rest from the other node."""
+    prompt = PROMPTS[1]
+    cold = pair.a.computes(prompt)
+    pair.b_sees(PROMPTS[1])
+    pair.b.computes(prompt[: 5 * BLOCK_TOKENS + 3])
+    assert pair.b.process.call("reset_prefix_cache")
+    pair.b.ask(prompt[: 2 * BLOCK_TOKENS + 3])
+    before = counters(pair.b.process)
+    assert_same_answer(pair.b.ask(prompt), cold, "from three places")
+    grown = growth(before, counters(pair.b.process))
+    blocks = (grown["local_hit_blocks"], grown["hit_blocks"], grown["fetched_blocks"], grown["miss_blocks"])
+    assert blocks == (2, 3, 3, 0) and grown["miss_tokens"] == 20
+    assert (grown["loads"], grown["loads_ok"], grown["fetches_ok"]) == (1, 1, 1)
+
+
+def test_a_request_that_ends_while_it_is_fetched(pair: Pair) -> None:
+    cold = pair.a.computes(PROMPTS[2])
+    pair.b_sees(PROMPTS[2])
+    for step in range(4):
+        pair.b.process.call("generate_and_abort", prompts=[PROMPTS[2]], max_tokens=4, abort_at_step={"0": step})
+        pair.b.process.call("drain")
+    pair.b.again(PROMPTS[2], cold, "after aborted requests")
+    report = pair.b.process.call("report")
+    assert (report["pins_held"], report["stats"]["pins"], report["steps_under_way"]) == (0, 0, 0)
+    assert report["cluster"]["sources"]["failed_tries"] == 0
+
+
+def test_blocks_that_are_gone_at_their_owner_are_computed(pair: Pair) -> None:
+    cold = pair.a.computes(PROMPTS[3])
+    pair.b_sees(PROMPTS[3])
+    pair.etcd.pause()  # nobody hears of it
+    pair.a.process.call("drop_blocks", tokens=PROMPTS[3])
+    grown = pair.b.again(PROMPTS[3], cold, "the owner has dropped it")
+    pair.etcd.resume()
+    assert (grown["fetches_failed"], grown["fetched_tokens"], grown["loads_failed"]) == (1, 0, 1)
+
+
+def test_blocks_that_their_owner_can_not_read_are_computed(pair: Pair) -> None:
+    cold = pair.a.computes(PROMPTS[10])
+    pair.b_sees(PROMPTS[10])
+    pair.a.process.call("add_fault", write=False, kind="corrupt")
+    grown = pair.b.again(PROMPTS[10], cold, "the owner's disk lies")
+    pair.a.process.call("clear_faults")
+    assert (grown["fetches_failed"], grown["fetched_tokens"]) == (1, 0)
+
+
+def test_an_owner_that_is_killed_costs_no_answer(pair: Pair) -> None:
+    cold = [pair.a.computes(prompt) for prompt in PROMPTS[4:6]]
+    pair.b_sees(PROMPTS[5])
+    pair.a.process.kill()
+    grown = pair.b.again(PROMPTS[4], cold[0], "the owner was killed")
+    assert grown["fetches_ok"] == 0 and grown["fetched_tokens"] == 0
+    pair.a.start()
+    pair.b_sees(PROMPTS[5])
+    grown = pair.b.again(PROMPTS[5], cold[1], "fetched from the owner's next life")
+    assert (grown["fetches_ok"], grown["blocks_fetched"]) == (1, BLOCKS)
+
+
+def test_an_owner_that_stops_answering_costs_no_answer(pair: Pair) -> None:
+    cold = pair.a.computes(PROMPTS[6])
+    pair.b_sees(PROMPTS[6])
+    pair.a.process.pause()
+    grown = pair.b.again(PROMPTS[6], cold, "the owner is stopped")
+    pair.a.process.resume()
+    assert grown["fetches_ok"] == 0 and grown["fetched_tokens"] == 0 and grown["fetch_seconds"] < 7
+
+
+def test_without_etcd_the_last_view_goes_on(pair: Pair) -> None:
+    cold = pair.a.computes(PROMPTS[7])
+    pair.b_sees(PROMPTS[7])
+    pair.etcd.kill()
+    grown = pair.b.again(PROMPTS[7], cold, "etcd is gone")
+    assert (grown["fetches_ok"], grown["blocks_fetched"]) == (1, BLOCKS)
+    local = pair.b.again(PROMPTS[7], cold, "etcd is gone, and the pool has it")
+    assert local["hit_blocks"] == BLOCKS
+    pair.etcd.start()
+    cold = pair.a.computes(PROMPTS[8])
+    pair.b_sees(PROMPTS[8])
+    assert pair.b.again(PROMPTS[8], cold, "etcd is back")["fetches_ok"] == 1
+
+
+def test_an_engine_whose_weights_change_leaves_the_cluster(pair: Pair) -> None:
+    cold = pair.a.computes(PROMPTS[9])
+    pair.b_sees(PROMPTS[9])
+    assert pair.b.process.call("reset_connector")
+    assert pair.b.cluster()["node"] == ""
+    wait_for(lambda: pair.a.cluster()["nodes"] == ["a"])
+    grown = pair.b.again(PROMPTS[9], cold, "of the own weights")
+    assert grown["fetches"] == 0 and grown["miss_blocks"] == BLOCKS
+    assert pair.b.again(PROMPTS[9], cold, "its own store goes on")["hit_blocks"] == BLOCKS

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,13 @@ class Outcome:
         return bool(self.cold["token_ids"]) and (self.cold["token_ids"] == self.cached["token_ids"] == self.restarted["token_ids"])
 
     @property
+    def fault(self) -> str:
+        """What went wrong; empty when nothing did."""
+        if not self.answers_equal:
+            return "the answers differ"
+        return "" if self.blocks_loaded else "nothing was loaded from disk"
+
+    @property
     def load_gb_per_s(self) -> float:
         """Bandwidth of the loads after the restart, in 10^9 bytes per second."""
         return self.bytes_loaded / self.load_seconds / 1e9 if self.load_seconds else 0.0
@@ -71,23 +78,23 @@ def run(model: Path, document: Document, cache: Path, say: Say) -> Outcome:
     log = cache / "engine.log"
     log.unlink(missing_ok=True)
 
-    with _start(model, pool, log, say) as engine:
-        prompt = _prompt(engine, document)
+    with start(model, pool, log, say) as engine:
+        prompt = prompt_of(engine, document)
         say(f"asking about {document.name}: {len(prompt):,} tokens, nothing is cached")
-        cold = _ask(engine, prompt, say)
+        cold = ask(engine, prompt, say)
         say("asking again: vLLM's own prefix cache has it")
-        cached = _ask(engine, prompt, say)
+        cached = ask(engine, prompt, say)
         engine.call("drain")
         stats = engine.call("report")["stats"]
         say(f"{stats['resident_blocks']} blocks are on disk; killing the engine (SIGKILL)")
         engine.kill()
 
     _drop_page_cache(pool)
-    with _start(model, pool, log, say) as engine:
+    with start(model, pool, log, say) as engine:
         recovered = engine.call("report")["recovered_blocks"]
         before = engine.call("report")["counters"]
         say(f"asking the new process; it found {recovered} blocks on disk")
-        restarted = _ask(engine, prompt, say)
+        restarted = ask(engine, prompt, say)
         after = engine.call("report")["counters"]
         engine.stop()
     loaded = {name: after[name] - before[name] for name in ("blocks_loaded", "bytes_loaded", "load_seconds")}
@@ -108,11 +115,12 @@ def run(model: Path, document: Document, cache: Path, say: Say) -> Outcome:
     )
 
 
-def _start(model: Path, pool: Path, log: Path, say: Say) -> EngineProcess:
+def start(model: Path, pool: Path, log: Path, say: Say, store: Mapping[str, Any] | None = None) -> EngineProcess:
+    """An engine that has computed something. `store`: more settings of the store and the connector."""
     say("starting vLLM")
     begin = time.monotonic()
     settings = {"model": str(model), "max_model_len": CONTEXT_TOKENS}
-    engine = EngineProcess(settings, [str(pool)], log, POOL_CAPACITY)
+    engine = EngineProcess(settings, [str(pool)], log, POOL_CAPACITY, store=store)
     try:
         engine.call("generate", prompts=[engine.call("tokenize", text=WARM_UP)], max_tokens=2)
         engine.call("drain")
@@ -123,14 +131,15 @@ def _start(model: Path, pool: Path, log: Path, say: Say) -> EngineProcess:
     return engine
 
 
-def _prompt(engine: EngineProcess, document: Document) -> list[int]:
+def prompt_of(engine: EngineProcess, document: Document) -> list[int]:
     """Token ids of the conversation: the document, cut to `DOCUMENT_TOKENS`, and the question below it."""
     text = leading_lines(document.text, lambda part: len(engine.call("tokenize", text=part)) <= DOCUMENT_TOKENS)
     message = {"role": "user", "content": f"{text}\n\n{document.question}"}
     return list(engine.call("chat", messages=[message]))
 
 
-def _ask(engine: EngineProcess, prompt: list[int], say: Say) -> dict[str, Any]:
+def ask(engine: EngineProcess, prompt: list[int], say: Say) -> dict[str, Any]:
+    """Its answer."""
     (answer,) = engine.call("generate", prompts=[prompt], max_tokens=ANSWER_TOKENS)
     say(f"first token after {answer['ttft_seconds']:.2f} s")
     return dict(answer)

@@ -52,8 +52,10 @@ class Faulty:
     def until_loaded(self, prompt: int) -> None:
         """The tier comes back: the prompt is stored again if need be, and loaded."""
         deadline = time.monotonic() + 30
-        while self.again(prompt, "while the store comes back")["blocks_loaded"] < BLOCKS:
-            assert time.monotonic() < deadline, "the store didn't come back"
+        seen = []
+        while (grown := self.again(prompt, "while the store comes back"))["blocks_loaded"] < BLOCKS:
+            seen.append({name: value for name, value in grown.items() if value})
+            assert time.monotonic() < deadline, f"the store didn't come back: {seen[:3]} ... {seen[-5:]}; {self.engine.call('report')}"
 
 
 @pytest.fixture(scope="module", params=["layerwise", "asynchronous", pytest.param("windows", marks=needs_windows)])

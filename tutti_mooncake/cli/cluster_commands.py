@@ -1,18 +1,20 @@
-"""Commands that look at a cluster through its directory: nodes."""
+"""Commands that look at a cluster through its directory: nodes, replicas."""
 
 from __future__ import annotations
 
 import argparse
-import os
 from collections import Counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from tutti_mooncake.cli.etcd_arguments import add_etcd_arguments, read_directory
 from tutti_mooncake.cli.output import print_json, print_table
+from tutti_mooncake.cli.prompts import add_prompt_arguments, prompt_keys, prompt_tokens
+from tutti_mooncake.cli.store_arguments import add_store_arguments, store_config
 from tutti_mooncake.errors import ConfigError
 
 if TYPE_CHECKING:
-    from tutti_mooncake.directory.etcd_broker import EtcdOptions
-
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
 _NODES = """\
@@ -20,37 +22,29 @@ Lists the nodes that are alive, with their epoch, address and zone, and how many
 that have ended and whose blocks are still recorded. Reads etcd once.
 """
 
+_REPLICAS = """\
+Lists which living nodes hold a block, by its key (hexadecimal, at least its first 8 bytes), or the leading blocks of a
+prompt, as announced in etcd. For a prompt, name a pool of the model (--devices): its geometry says how the engine hashes.
+"""
+
 
 def add_commands(commands: Subparsers) -> None:
     """Adds this file's commands."""
     nodes = commands.add_parser("nodes", help="list the nodes of a cluster and what they hold", description=_NODES)
-    nodes.add_argument("--etcd", default="127.0.0.1:2379", metavar="HOST:PORT", help="endpoints, with commas between (%(default)s)")
-    nodes.add_argument("--prefix", default="tutti/v1", help="of the cluster's keys (%(default)s)")
-    nodes.add_argument("--timeout", type=float, default=3.0, metavar="SECONDS", help="of each call (%(default)s)")
-    nodes.add_argument("--ca", default="", metavar="FILE", help="PEM file of the authority; turns TLS on")
-    nodes.add_argument("--certificate", default="", metavar="FILE", help="of this client")
-    nodes.add_argument("--key", default="", metavar="FILE", help="of this client")
-    nodes.add_argument("--user", default="", help="with the password in TUTTI_ETCD_PASSWORD")
+    add_etcd_arguments(nodes)
     nodes.add_argument("--json", action="store_true", help="print one JSON value")
     nodes.set_defaults(run=run_nodes)
+    replicas = commands.add_parser("replicas", help="list the nodes that hold a block or a prompt", description=_REPLICAS)
+    replicas.add_argument("--block", metavar="HEX", help="a block's key, in place of a prompt")
+    add_prompt_arguments(replicas)
+    add_etcd_arguments(replicas)
+    add_store_arguments(replicas)
+    replicas.set_defaults(run=run_replicas)
 
 
 def run_nodes(arguments: argparse.Namespace) -> int:
     """Prints one line per node."""
-    try:
-        from tutti_mooncake.directory.etcd_broker import EtcdBroker
-    except ImportError as error:
-        raise ConfigError(f"this needs the module etcd3 ({error}): pip install 'tutti-mooncake[etcd]'") from error
-    from tutti_mooncake.directory.records import Keys
-    from tutti_mooncake.directory.view import DirectoryView
-
-    keys = Keys(arguments.prefix)
-    view = DirectoryView(keys)
-    broker = EtcdBroker(etcd_options(arguments))
-    try:
-        view.replace(broker.snapshot(f"{keys.prefix}/").items)
-    finally:
-        broker.close()
+    view = read_directory(arguments)
     spans: Counter[tuple[str, int]] = Counter()
     blocks: Counter[tuple[str, int]] = Counter()
     for node, epoch, span in view.spans():
@@ -82,16 +76,58 @@ def run_nodes(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def etcd_options(arguments: argparse.Namespace) -> EtcdOptions:
-    """Of the arguments. Raises ConfigError."""
-    from tutti_mooncake.directory.etcd_broker import EtcdOptions
+def run_replicas(arguments: argparse.Namespace) -> int:
+    """One line per node; 1 when nobody holds the first block."""
+    if sum(value is not None for value in (arguments.block, arguments.prompt, arguments.tokens)) != 1:
+        raise ConfigError("replicas: give one of --block HEX, PROMPT and --tokens FILE")
+    return _replicas_of_block(arguments) if arguments.block is not None else _replicas_of_prompt(arguments)
 
-    return EtcdOptions(
-        [endpoint.strip() for endpoint in arguments.etcd.split(",")],
-        arguments.timeout,
-        arguments.ca,
-        arguments.certificate,
-        arguments.key,
-        arguments.user,
-        os.environ.get("TUTTI_ETCD_PASSWORD", "") if arguments.user else "",
-    )
+
+def _replicas_of_block(arguments: argparse.Namespace) -> int:
+    try:
+        short = int.from_bytes(bytes.fromhex(arguments.block)[:8], "little")
+        if len(arguments.block) < 16:
+            raise ValueError("less than 8 bytes")
+    except ValueError as error:
+        raise ConfigError(f"--block {arguments.block!r}: {error}; give at least 16 hexadecimal digits of a key") from None
+    view = read_directory(arguments)
+    found: dict[tuple[str, bytes], dict[str, Any]] = {}
+    for node, epoch, span in view.spans():
+        record = view.node(node)
+        at = np.flatnonzero(span.hashes == short)
+        if len(at) and record is not None and record.epoch == epoch:
+            position = span.start + int(at[0])
+            found[node, span.namespace] = {
+                "node": node,
+                "address": record.address,
+                "zone": record.zone,
+                "namespace": span.namespace.hex(),
+                "position": position,
+            }
+    replicas = [found[key] for key in sorted(found)]
+    if arguments.json:
+        print_json({"replicas": replicas})
+    else:
+        columns = ("node", "address", "zone", "namespace", "position")
+        print_table(columns, [[str(one[column]) or "-" for column in columns] for one in replicas])
+    return 0 if replicas else 1
+
+
+def _replicas_of_prompt(arguments: argparse.Namespace) -> int:
+    from tutti_mooncake.directory.records import short_hashes
+    from tutti_mooncake.keys import as_key_array, salt_mask
+    from tutti_mooncake.store import read_geometry
+
+    config = store_config(arguments, read_only=True)
+    geometry = read_geometry(config)
+    tokens = prompt_tokens(arguments)
+    keys = as_key_array(prompt_keys(geometry, tokens, arguments.cache_salt), salt_mask(config.tenant_salt))
+    held = read_directory(arguments).holders(geometry.namespace_id, short_hashes(keys)) if len(keys) else []
+    replicas = [{"node": record.node, "address": record.address, "zone": record.zone, "blocks": blocks} for record, blocks in held]
+    if arguments.json:
+        print_json({"tokens": len(tokens), "blocks": len(keys), "replicas": replicas})
+    else:
+        print(f"{len(tokens)} tokens: {len(keys)} full blocks of {geometry.block_tokens}")
+        columns = ("node", "address", "zone", "blocks")
+        print_table(columns, [[str(one[column]) or "-" for column in columns] for one in replicas])
+    return 0 if replicas else 1

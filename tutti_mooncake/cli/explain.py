@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tutti_mooncake.block_hashes import block_hashes
 from tutti_mooncake.cli.output import print_json, print_section, print_table
-from tutti_mooncake.cli.prompts import is_token_ids, read_text
+from tutti_mooncake.cli.prompts import add_prompt_arguments, prompt_keys, prompt_tokens
 from tutti_mooncake.cli.store_arguments import add_store_arguments, store_config
 from tutti_mooncake.errors import ConfigError, TuttiError
 
@@ -37,10 +35,7 @@ def add_commands(commands: Subparsers) -> None:
     """Adds the command."""
     explain = commands.add_parser("explain", help="why a prompt or a request hit or missed", description=_EXPLAIN)
     add_store_arguments(explain)
-    explain.add_argument("prompt", nargs="?", metavar="PROMPT", help="the text of a prompt; - = from standard input")
-    explain.add_argument("--tokenizer", metavar="MODEL", help="directory or name of the model whose tokenizer makes tokens of PROMPT")
-    explain.add_argument("--tokens", metavar="FILE", help="token ids as a JSON array, in place of PROMPT; - = from standard input")
-    explain.add_argument("--cache-salt", default="", metavar="SALT", help="the request's cache_salt")
+    add_prompt_arguments(explain)
     explain.add_argument("--request", metavar="ID", help="the engine's request id, or a part of it")
     explain.set_defaults(run=run_explain)
 
@@ -49,8 +44,6 @@ def run_explain(arguments: argparse.Namespace) -> int:
     """0 when every full block is there (or the request was found); 1 when one is missing."""
     if sum(value is not None for value in (arguments.prompt, arguments.tokens, arguments.request)) != 1:
         raise ConfigError("explain: give one of PROMPT, --tokens FILE and --request ID")
-    if not arguments.cache_salt.isprintable():
-        raise ConfigError("--cache-salt: give printable text")
     config = store_config(arguments, read_only=True)
     return _explain_request(arguments, config) if arguments.request is not None else _explain_prompt(arguments, config)
 
@@ -59,13 +52,13 @@ def _explain_prompt(arguments: argparse.Namespace, config: StoreConfig) -> int:
     from tutti_mooncake.store import LocalStore, read_geometry
 
     geometry = read_geometry(config)
-    tokens = _tokens(arguments)
+    tokens = prompt_tokens(arguments)
     with LocalStore.open(config, geometry, create=False) as store:
-        keys, resident = _keys(geometry, tokens, arguments.cache_salt), 0
+        keys, resident = prompt_keys(geometry, tokens, arguments.cache_salt), 0
         if keys:
             resident = store.lookup(keys)
             if not resident and arguments.cache_salt:
-                older = _keys(geometry, tokens, arguments.cache_salt, tagged_salt=False)
+                older = prompt_keys(geometry, tokens, arguments.cache_salt, tagged_salt=False)
                 if found := store.lookup(older):
                     keys, resident = older, found
         states = ["resident"] * resident + _why_missing(store, config, geometry, keys, resident)
@@ -174,27 +167,3 @@ def _sentences(note: RequestNote) -> dict[str, str]:
     elif note.why:
         sentences["note"] = note.why
     return sentences
-
-
-def _keys(geometry: Geometry, tokens: list[int], cache_salt: str, *, tagged_salt: bool = True) -> list[bytes]:
-    return block_hashes(tokens, geometry.block_tokens, geometry.hash_algorithm, geometry.hash_seed, cache_salt, tagged_salt=tagged_salt)
-
-
-def _tokens(arguments: argparse.Namespace) -> list[int]:
-    if arguments.tokens is not None:
-        try:
-            tokens = json.loads(read_text(arguments.tokens))
-        except (ValueError, RecursionError) as error:
-            raise ConfigError(f"--tokens {arguments.tokens}: {error}; give a JSON array of token ids") from None
-        if not is_token_ids(tokens):
-            raise ConfigError(f"--tokens {arguments.tokens}: give a JSON array of token ids")
-        return list(tokens)
-    if arguments.tokenizer is None:
-        raise ConfigError("explain PROMPT needs --tokenizer MODEL, the directory or name of the engine's model")
-    try:
-        from transformers import AutoTokenizer
-    except ImportError:
-        raise ConfigError("a text needs the library transformers (pip install transformers); or give the ids by --tokens") from None
-    text = read_text("-") if arguments.prompt == "-" else arguments.prompt
-    tokenizer = AutoTokenizer.from_pretrained(arguments.tokenizer)
-    return [int(token) for token in tokenizer(text)["input_ids"]]

@@ -172,7 +172,9 @@ class Sources:
         if result.status in (Status.OK, Status.NOT_FOUND):
             owner.breaker.success()
             counters.stale += result.status is Status.NOT_FOUND
-        elif result.status not in (Status.REJECTED, Status.CANCELLED):  # which say nothing about the owner
+        elif result.status in (Status.REJECTED, Status.CANCELLED):  # which say nothing about the owner
+            owner.breaker.undecided()
+        else:
             owner.breaker.failure()
             counters.failed_tries += 1
         if result.bytes and result.seconds > 0:

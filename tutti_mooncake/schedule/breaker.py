@@ -58,6 +58,13 @@ class Breaker:
         self._opened_at = self._trying_since = None
         self._wait = self._first_wait
 
+    def undecided(self) -> None:
+        """An attempt ended and told nothing of what is behind the breaker: the next one may be made at once.
+
+        Else attempts that can't tell, and come in the rhythm of the wait, would keep those away that can.
+        """
+        self._trying_since = None
+
     def failure(self) -> None:
         """An attempt failed."""
         self._in_a_row += 1

@@ -228,3 +228,31 @@ def test_hits_and_misses_sum_up_to_what_was_requested(store: FakeStore) -> None:
     assert counters.local_hit_tokens + counters.hit_tokens + counters.miss_tokens == counters.requested_tokens == 5 * (3 * T + 2)
     assert counters.local_hit_blocks + counters.hit_blocks + counters.miss_blocks == counters.requested_blocks == 15
     assert (counters.local_hit_tokens, counters.hit_tokens) == (4 * T, 2 * T + T)
+
+
+def test_stores_come_back_although_the_tails_of_bypassed_chains_are_tried_in_the_rhythm_of_the_wait(clock: Clock) -> None:
+    store = FakeStore()
+    half = scheduler(store, policy("asynchronous", clock, breaker_failures=1, breaker_wait_seconds=1.0), may_load=False, may_store=True)
+
+    durable: set[bytes] = set()
+
+    def run(name: str, *device: Status) -> list[Status]:
+        """A request whose two blocks are stored in two steps, with what the device says to each: what became of them."""
+        one, fates = request(name, 2 * T), []
+        half.match(one, 0)
+        half.allocated(one, ([1, 2],), 0)
+        for step, metadata in enumerate((output(new={name: ([1, 2], 0, T)}), output(cached={name: (None, T, T)}))):
+            before = len(store.stores)
+            half.build_metadata(metadata)
+            for operation in store.stores[before:]:
+                fates.append(device[step] if operation.parent is None or operation.parent in durable else Status.REJECTED)
+                durable.update(operation.keys if fates[-1] is Status.OK else [])
+                half.worker_output(KVConnectorOutput(kv_connector_worker_meta=TuttiWorkerMetadata(end(operation, fates[-1]))))
+            clock.now += 0.4 if step == 0 else 0.65  # a request takes a little longer than the wait, the way to its second step doesn't
+        half.finished(one)
+        return fates
+
+    run("a", Status.OK, Status.DEVICE_ERROR)
+    for name in ("b", "c", "d"):
+        run(name, Status.OK, Status.OK)
+    assert run("e", Status.OK, Status.OK) == [Status.OK, Status.OK]

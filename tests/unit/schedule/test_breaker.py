@@ -74,3 +74,15 @@ def test_late_failures_of_what_ran_when_it_opened_change_nothing(breaker: Breake
     assert breaker.opened == 1
     clock.now += 1.0
     assert breaker.allows()
+
+
+def test_an_attempt_that_tells_nothing_keeps_none_away_that_can(breaker: Breaker, clock: Clock) -> None:
+    fail(breaker, 3)
+    clock.now += 1.0
+    for _ in range(3):
+        breaker.attempt()
+        breaker.undecided()
+        assert breaker.allows() and breaker.state is BreakerState.OPEN
+    fail(breaker)
+    clock.now += 1.0
+    assert not breaker.allows(), "the wait is twice as long"

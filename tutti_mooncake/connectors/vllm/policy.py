@@ -69,7 +69,7 @@ class LoadPolicy:
             self._waiting_tokens += min(rest, self._largest_step)
 
     def load_ended(self, blocks: int, seconds: float, *, failed: bool) -> None:
-        """How it ended. Cancelled loads say nothing and are not told."""
+        """How it ended. Cancelled loads say nothing of the store and are not told."""
         if failed:
             self.loads.failure()
         else:

@@ -114,6 +114,8 @@ class StoreQueue:
             self._policy.stores.failure()
         elif Status.OK in statuses:
             self._policy.stores.success()
+        else:  # as of blocks whose parents were bypassed
+            self._policy.stores.undecided()
         if self._events is not None:
             for first, last in _runs(statuses):
                 self._events.stored(store.request, store.begin + first, store.begin + last)

@@ -13,6 +13,7 @@ import re
 import socket
 import time
 from collections.abc import Callable
+from typing import Any
 
 from tutti_mooncake.agent.sources import Sources
 from tutti_mooncake.config import ClusterConfig, StoreConfig
@@ -76,7 +77,8 @@ def make_transport(config: ClusterConfig) -> MooncakeTransport:
 class Node:
     """Starts at once, whether etcd answers or not. Close it before the store.
 
-    `broker`, `transport`: in place of etcd and of Mooncake's. Raises OSError, TransportError, RecordError, ConfigError.
+    `stats`: what is counted here, for whoever asks. `broker`, `transport`: in place of etcd and of Mooncake's. Raises OSError,
+    TransportError, RecordError, ConfigError.
     """
 
     def __init__(
@@ -84,6 +86,7 @@ class Node:
         store: LocalStore,
         config: ClusterConfig,
         *,
+        stats: Callable[[], dict[str, Any]] = dict,
         broker: Callable[[], Broker] | None = None,
         transport: Transport | None = None,
     ) -> None:
@@ -96,7 +99,7 @@ class Node:
             started.callback(reading.close)
             started.callback(writing.close)
             self.transport = transport or make_transport(config)
-            owner = Owner(store, self._peer, self.transport, host=host, port=config.node_port)
+            owner = Owner(store, self._peer, self.transport, host=host, port=config.node_port, stats=stats)
             started.callback(owner.close)
             record = NodeRecord(node_name(config, store.config), time.time_ns(), owner.address, config.node_zone)
             self.owner = owner

@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from tutti_mooncake.cli import benchmark, calibrate, cluster_commands, doctor, explain, pool_commands, report_commands, settings, warm
+from tutti_mooncake.cli import benchmark, calibrate, cluster_commands, doctor, explain, pool_commands, report_commands, settings, top, warm
 from tutti_mooncake.errors import TuttiError
 
 DESCRIPTION = """\
@@ -28,7 +28,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="tutti", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--version", action="version", version=f"tutti {_version()}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for group in (pool_commands, report_commands, explain, calibrate, warm, cluster_commands, doctor, settings, benchmark):
+    for group in (pool_commands, report_commands, explain, calibrate, warm, cluster_commands, top, doctor, settings, benchmark):
         group.add_commands(commands)
     return parser
 

@@ -12,7 +12,6 @@ later still would make the next fetch fail its check, no more.
 from __future__ import annotations
 
 import logging
-import socket
 import threading
 import time
 from collections.abc import Sequence
@@ -27,17 +26,14 @@ from tutti_mooncake import Status, _native
 from tutti_mooncake.errors import TensorError
 from tutti_mooncake.geometry import Geometry
 from tutti_mooncake.keys import KeyArray
+from tutti_mooncake.remote.dial import PROGRESS_SECONDS, dial
 from tutti_mooncake.remote.transport import Transport
 from tutti_mooncake.remote.windows import Windows, WindowsBusy, blocks_of_a_window
-from tutti_mooncake.remote.wire import PROTOCOL_VERSION, Connection, Peer, WireError, field
+from tutti_mooncake.remote.wire import Connection, Peer, WireError, field
 
 logger = logging.getLogger(__name__)
 
 QUARANTINE_SECONDS = 10.0
-PROGRESS_SECONDS = 5.0
-"""An owner that says nothing for so long is given up."""
-CONNECT_SECONDS = 2.0
-"""Within which an owner that is there accepts a connection."""
 WINDOWS_OF_A_FETCH = 3
 """One is filled, one announced, one copied."""
 
@@ -153,7 +149,7 @@ class Fetcher:
         connection: Connection | None = None
         ended = False
         try:
-            connection = self._connect(owner, run.deadline, cancel)
+            connection = dial(owner, self._node, run.deadline, namespace=self._namespace, watch=cancel.watch)
             windows = self._acquire(run.deadline)
             connection.send(
                 {
@@ -188,32 +184,6 @@ class Fetcher:
     def close(self) -> None:
         """Lets the registered memory go. No fetch may run."""
         self._windows.close()
-
-    def _connect(self, owner: Peer, deadline: float, cancel: Cancel) -> Connection:
-        host, _, port = owner.address.rpartition(":")
-        if not host or not port.isdigit():
-            raise WireError(f"node {owner.node} serves nobody: its address is {owner.address!r}")
-        try:
-            sock = socket.create_connection((host, int(port)), min(CONNECT_SECONDS, max(0.001, deadline - time.monotonic())))
-        except OSError as error:
-            raise WireError(f"node {owner.node} at {owner.address}: {error}") from error
-        connection = Connection(sock, f"node {owner.node} at {owner.address}")
-        try:
-            cancel.watch(connection)
-            theirs = connection.receive(min(deadline, time.monotonic() + PROGRESS_SECONDS))
-            if theirs.get("v") != PROTOCOL_VERSION:
-                raise WireError(f"{connection.peer}: protocol {theirs.get('v')!r}; this one is {PROTOCOL_VERSION}")
-            if theirs.get("node") != owner.node or theirs.get("epoch") != owner.epoch:
-                raise WireError(
-                    f"{connection.peer}: {theirs.get('node')!r} of epoch {theirs.get('epoch')!r} answers, not epoch {owner.epoch}"
-                )
-            if theirs.get("namespace") != self._namespace:
-                raise WireError(f"{connection.peer}: its blocks are of another model, layout or dtype")
-            connection.send({"v": PROTOCOL_VERSION, "node": self._node}, deadline)
-        except BaseException:
-            connection.close()
-            raise
-        return connection
 
     def _acquire(self, deadline: float) -> list[int]:
         windows: list[int] = []

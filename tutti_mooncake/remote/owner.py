@@ -53,7 +53,8 @@ class _Request:
 
 class Owner:
     """Listens on `host`:`port` (0 = any). `record`: this node's, at the time of a connection. `windows`, each of `window_blocks` (about
-    8 MiB unless given), bound its memory and how many requests it serves at a time. Close it before the store.
+    8 MiB unless given), bound its memory and how many requests it serves at a time. `stats`: what this node counts, as msgpack takes it,
+    for whoever asks. Close it before the store.
 
     Raises OSError, TransportError, and what `LocalStore.reader` raises.
     """
@@ -68,7 +69,9 @@ class Owner:
         port: int = 0,
         windows: int = 8,
         window_blocks: int | None = None,
+        stats: Callable[[], dict[str, Any]] = dict,
     ) -> None:
+        self._stats = stats
         self._store = store
         self._record = record
         self._transport = transport
@@ -136,7 +139,9 @@ class Owner:
             self._greet(connection)
             while True:
                 message = connection.receive(time.monotonic() + IDLE_SECONDS)
-                if "credit" not in message:  # windows of a request that is over
+                if "stats" in message:
+                    connection.send({"stats": {**self._stats(), "served": self.counters}}, time.monotonic() + HELLO_SECONDS)
+                elif "credit" not in message:  # windows of a request that is over
                     self._answer(connection, message)
         except WireError as error:
             logger.debug("remote reads: %s", error)

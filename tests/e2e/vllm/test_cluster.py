@@ -5,6 +5,9 @@ The tests run in the order of the file; each leaves both engines alive.
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,8 +29,14 @@ pytest.importorskip("mooncake.engine", reason="Mooncake's Transfer Engine can't 
 if not etcd_binary():
     pytest.skip("there is no etcd (scripts/setup)", allow_module_level=True)
 
+TUTTI = [sys.executable, "-m", "tutti_mooncake.cli"]
 BLOCKS = 8
 PROMPTS = [make_prompt(700 + i, BLOCKS * BLOCK_TOKENS + 20) for i in range(12)]
+
+
+def tutti(*arguments: str) -> tuple[int, Any]:
+    done = subprocess.run([*TUTTI, *arguments], capture_output=True, text=True, timeout=60, check=False)
+    return done.returncode, json.loads(done.stdout)
 
 
 class Engine:
@@ -135,6 +144,30 @@ def test_a_prompt_comes_from_three_places(pair: Pair) -> None:
     blocks = (grown["local_hit_blocks"], grown["hit_blocks"], grown["fetched_blocks"], grown["miss_blocks"])
     assert blocks == (2, 3, 3, 0) and grown["miss_tokens"] == 20
     assert (grown["loads"], grown["loads_ok"], grown["fetches_ok"]) == (1, 1, 1)
+
+
+def test_people_see_who_holds_and_who_does_what(pair: Pair, tmp_path: Path) -> None:
+    tokens = tmp_path / "tokens.json"
+    tokens.write_text(json.dumps(PROMPTS[1]))
+    at = ["--etcd", pair.etcd.endpoint, "--json"]
+    pool = ["--devices", str(pair.a.root / "a")]
+    status, found = tutti("replicas", *at, *pool, "--tokens", str(tokens))
+    assert status == 0 and [(one["node"], one["blocks"]) for one in found["replicas"]] == [("a", BLOCKS), ("b", BLOCKS)]
+    status, missing = tutti("explain", *pool, "--json", "--tokens", str(tokens))
+    key = missing["blocks"][3]["key"]
+    status, found = tutti("replicas", *at, "--block", key)
+    assert status == 0 and [(one["node"], one["position"]) for one in found["replicas"]] == [("a", 3), ("b", 3)]
+    assert tutti("replicas", *at, "--block", "00" * 8) == (1, {"replicas": []})
+    assert tutti("replicas", *at, "--block", "12")[0] == 1
+
+    with subprocess.Popen([*TUTTI, "top", *at, "--interval", "2"], stdout=subprocess.PIPE, text=True) as watching:
+        while watching.poll() is None:  # between its two looks, whenever these are
+            pair.a.ask(PROMPTS[1])
+        assert watching.stdout is not None
+        top = json.loads(watching.stdout.read())
+    a, b = top["nodes"]
+    assert (a["node"], a["state"], b["node"], b["state"], top["cluster"]["up"]) == ("a", "up", "b", "up", 2)
+    assert a["tokens_per_s"] > 0 and a["hbm_tokens_per_s"] > 0 and b["tokens_per_s"] == 0 and 0 < a["resident_blocks"] < a["slots"]
 
 
 def test_a_request_that_ends_while_it_is_fetched(pair: Pair) -> None:

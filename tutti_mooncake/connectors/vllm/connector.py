@@ -109,7 +109,7 @@ class TuttiConnector(KVConnectorBase_V1, SupportsHMA):
                 from tutti_mooncake.connectors.vllm.elsewhere import Elsewhere  # needs the modules of a cluster
 
                 try:
-                    elsewhere = Elsewhere(engine_store.store, self._cluster_config)
+                    elsewhere = Elsewhere(engine_store, self._cluster_config)
                 except BaseException:
                     registry.close_store(engine_store)
                     raise

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
 
-from tutti_mooncake import LocalStore
 from tutti_mooncake.agent.node import Node
 from tutti_mooncake.config import ClusterConfig
 from tutti_mooncake.connectors.vllm.metadata import FetchWork
+from tutti_mooncake.connectors.vllm.registry import EngineStore
 from tutti_mooncake.remote.fetcher import Fetched
 
 if TYPE_CHECKING:
@@ -26,10 +26,11 @@ logger = init_logger(f"vllm.{__name__}")
 class Elsewhere:
     """Joins the cluster; `close` it before the store. Raises what `Node` raises."""
 
-    def __init__(self, store: LocalStore, config: ClusterConfig) -> None:
-        self._store = store
+    def __init__(self, engine_store: EngineStore, config: ClusterConfig) -> None:
+        self._engine_store = engine_store
+        self._store = store = engine_store.store
         self._seconds = config.fetch_deadline_seconds
-        self.node: Node | None = Node(store, config)
+        self.node: Node | None = Node(store, config, stats=self._stats)
         record = self.node.member.record
         logger.info("TuttiConnector: node %s at %s, by etcd at %s", record.node, record.address, config.etcd)
 
@@ -65,6 +66,12 @@ class Elsewhere:
             "breakers": self.node.sources.breakers(),
             "served": dict(self.node.owner.counters),
         }
+
+    def _stats(self) -> dict[str, Any]:
+        """What `tutti top` shows; asked for in threads of the owner."""
+        store = self._store.stats()
+        names = ("resident_blocks", "slots", "block_bytes", "pins", "evicted_blocks")
+        return {"engine": self._engine_store.counters.as_dict(), "store": {name: int(store.get(name, 0)) for name in names}}
 
     def leave(self) -> None:
         """For good: this engine's weights have changed."""

@@ -62,10 +62,40 @@ def scenarios(rounds: int, seed: int, root: Path) -> list[str]:
     return wrong
 
 
+def cluster(rounds: int, seed: int, root: Path) -> list[str]:
+    """Two real vLLM engines and etcd; one fetches what the other has computed, and at a random moment one of them is killed, stopped,
+    wiped or lies; needs vLLM."""
+    from tests.e2e.vllm.cluster_pair import PROMPTS, Pair, disturbed_round
+    from tests.e2e.vllm.tiny_model import make_tiny_model
+
+    wrong: list[str] = []
+    whole = part = 0
+    pair = Pair.start(root, make_tiny_model(root / "model"))
+    try:
+        cold = [pair.a.computes(prompt) for prompt in PROMPTS]
+        for number in range(seed, seed + rounds):
+            try:
+                grown = disturbed_round(pair, cold, number)
+                whole, part = whole + grown["fetches_ok"], part + grown["fetches_failed"]
+            except Exception as error:
+                wrong.append(f"seed {number}: {error}")
+                pair.kill()
+                (root / str(number)).mkdir()
+                pair = Pair.start(root / str(number), root / "model")
+                cold = [pair.a.computes(prompt) for prompt in PROMPTS]
+            if number % 20 == 0:
+                print(f"seed {number}: {whole} whole fetches, {part} that failed in part, {len(wrong)} problems", flush=True)
+    finally:
+        pair.kill()
+    print(f"{rounds} rounds: {whole} whole fetches, {part} that failed in part", flush=True)
+    return wrong
+
+
 NAMES: dict[str, tuple[Callable[[int, int, Path], list[str]], int]] = {
     "kill": (kill, 1000),
     "sessions": (sessions, 100_000),
     "scenarios": (scenarios, 2000),
+    "cluster": (cluster, 200),
 }
 
 

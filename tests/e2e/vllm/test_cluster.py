@@ -9,29 +9,25 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.e2e.vllm import faulty_engine
-from tests.e2e.vllm.checks import assert_same_answer, make_prompt
-from tests.e2e.vllm.conftest import BLOCK_TOKENS, CAPACITY
-from tests.e2e.vllm.test_restart import ask, counters, growth
-from tests.etcd_server import EtcdServer, etcd_binary
+from tests.e2e.vllm.checks import assert_same_answer
+from tests.e2e.vllm.cluster_pair import BLOCKS, KINDS, PROMPTS, Pair, disturbed_round
+from tests.e2e.vllm.conftest import BLOCK_TOKENS
+from tests.e2e.vllm.test_restart import counters, growth
+from tests.etcd_server import etcd_binary
 from tests.waiting import wait_for
-from tutti_mooncake.demo.engine_client import EngineProcess
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 pytest.importorskip("etcd3", reason="the module etcd3 is not installed (scripts/setup)")
 pytest.importorskip("mooncake.engine", reason="Mooncake's Transfer Engine can't be loaded", exc_type=ImportError)
 if not etcd_binary():
     pytest.skip("there is no etcd (scripts/setup)", allow_module_level=True)
 
 TUTTI = [sys.executable, "-m", "tutti_mooncake.cli"]
-BLOCKS = 8
-PROMPTS = [make_prompt(700 + i, BLOCKS * BLOCK_TOKENS + 20) for i in range(12)]
 
 
 def tutti(*arguments: str) -> tuple[int, Any]:
@@ -39,80 +35,12 @@ def tutti(*arguments: str) -> tuple[int, Any]:
     return done.returncode, json.loads(done.stdout)
 
 
-class Engine:
-    """One node: an engine with a pool."""
-
-    def __init__(self, root: Path, name: str, model: Path, etcd: str, executor: str) -> None:
-        self.root, self.name, self.model, self.etcd, self.executor = root, name, model, etcd, executor
-        self.start()
-
-    def start(self) -> None:
-        self.process = EngineProcess(
-            {
-                "model": str(self.model),
-                "block_size": BLOCK_TOKENS,
-                "max_model_len": 4096,
-                "max_num_batched_tokens": 512,
-                "distributed_executor_backend": self.executor,
-            },
-            [str(self.root / self.name)],
-            self.root / f"{self.name}.log",
-            CAPACITY,
-            {"OMP_NUM_THREADS": "1"},
-            store={
-                "etcd": self.etcd,
-                "node_name": self.name,
-                "etcd_timeout_seconds": 1,
-                "node_ttl_seconds": 2,
-                "publish_seconds": 0.1,
-                "fetch_deadline_seconds": 5,
-                "load_threshold": "none",
-            },
-            connector=faulty_engine.CONNECTOR,
-            server=faulty_engine.MODULE,
-        )
-
-    def ask(self, prompt: list[int]) -> dict[str, Any]:
-        return ask(self.process, prompt)
-
-    def computes(self, prompt: list[int]) -> dict[str, Any]:
-        """Asks, and returns when what was computed can be found by others."""
-        answer = self.ask(prompt)
-        self.process.call("drain")
-        return answer
-
-    def again(self, prompt: list[int], cold: dict[str, Any], what: str) -> dict[str, int]:
-        """Asks with vLLM's own cache empty, compares the answer, and tells what grew."""
-        assert self.process.call("reset_prefix_cache")
-        before = counters(self.process)
-        assert_same_answer(self.ask(prompt), cold, what)
-        self.process.call("drain")
-        return growth(before, counters(self.process))
-
-    def cluster(self) -> dict[str, Any]:
-        return dict(self.process.call("report")["cluster"])
-
-
-@dataclass
-class Pair:
-    a: Engine
-    b: Engine
-    etcd: EtcdServer
-
-    def b_sees(self, prompt: list[int]) -> None:
-        wait_for(lambda: self.b.process.call("held_elsewhere", tokens=prompt) == BLOCKS)
-
-
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[Pair]:
     root = tmp_path_factory.mktemp("cluster")
-    etcd = EtcdServer(root / "etcd").start()
-    a = Engine(root, "a", tiny_model, etcd.endpoint, "uni")
-    b = Engine(root, "b", tiny_model, etcd.endpoint, "mp")  # its worker is a process of its own
-    yield Pair(a, b, etcd)
-    a.process.kill()
-    b.process.kill()
-    etcd.kill()
+    made = Pair.start(root, tiny_model)
+    yield made
+    made.kill()
 
 
 def test_one_engine_answers_with_the_blocks_of_the_other(pair: Pair) -> None:
@@ -234,6 +162,16 @@ def test_without_etcd_the_last_view_goes_on(pair: Pair) -> None:
     cold = pair.a.computes(PROMPTS[8])
     pair.b_sees(PROMPTS[8])
     assert pair.b.again(PROMPTS[8], cold, "etcd is back")["fetches_ok"] == 1
+
+
+def test_whatever_happens_while_it_is_asked_the_answer_is_the_same(pair: Pair) -> None:
+    cold = [pair.a.computes(prompt) for prompt in PROMPTS[:3]]
+    for seed, kind in enumerate(KINDS):
+        wait_for(lambda: pair.b.cluster()["usable"] and "a" in pair.b.cluster()["nodes"])
+        disturbed_round(pair, cold, seed, kind)
+    pair.b.process.call("drop_blocks", tokens=PROMPTS[0])
+    pair.b_sees(PROMPTS[0])
+    assert pair.b.again(PROMPTS[0], cold[0], "after all that")["blocks_fetched"] == BLOCKS
 
 
 def test_an_engine_whose_weights_change_leaves_the_cluster(pair: Pair) -> None:

@@ -51,5 +51,12 @@ ENGINE_METRICS = (
     Metric("tutti_resident_blocks", "gauge", "Blocks in the pool."),
     Metric("tutti_capacity_blocks", "gauge", "Blocks that the pool holds at most."),
     Metric("tutti_evicted_blocks_total", "counter", "Blocks removed to make room."),
+    Metric("tutti_cluster_nodes", "gauge", "Nodes that are alive, this one among them; 0 when the engine is alone."),
+    Metric("tutti_cluster_blocks", "gauge", "Distinct blocks that other nodes and this one have announced."),
+    Metric("tutti_directory_stale_seconds", "gauge", "Since etcd was last heard of."),
+    Metric("tutti_peers_left_alone", "gauge", "Nodes whose breaker is open."),
+    Metric("tutti_transport_info", "gauge", "1 for what really moves blocks between nodes: tcp or rdma.", ("protocol",)),
+    Metric("tutti_served_blocks_total", "counter", "Blocks sent to other nodes."),
+    Metric("tutti_served_bytes_total", "counter", "Bytes of those blocks."),
     Metric("tutti_pins", "gauge", "Pins held: 0 when no request waits for a load."),
 )

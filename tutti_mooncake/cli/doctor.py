@@ -6,10 +6,10 @@ import argparse
 import os
 from typing import TYPE_CHECKING, Any
 
-from tutti_mooncake.cli import device_checks, gds_checks, machine_checks
+from tutti_mooncake.cli import cluster_checks, device_checks, gds_checks, machine_checks
 from tutti_mooncake.cli.output import print_json
 from tutti_mooncake.cli.store_arguments import add_store_arguments, given_settings
-from tutti_mooncake.config import ENVIRONMENT_PREFIX, StoreConfig, parse_bytes
+from tutti_mooncake.config import ENVIRONMENT_PREFIX, StoreConfig, parse_bytes, read_settings
 from tutti_mooncake.io.device import pool_path
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _DOCTOR = """\
 Prints findings as [ok], [warn] or [FAIL], each with its reason, then what the I/O layer found it can use. The status
 is 1 when something fails. Without --devices (or TUTTI_DEVICES) only the machine is looked at; with --capacity it is
-checked that a new pool would fit.
+checked that a new pool would fit. With etcd set (--set etcd=HOST:PORT, or TUTTI_ETCD) the way to other nodes is looked at.
 """
 
 
@@ -43,6 +43,9 @@ def run_doctor(arguments: argparse.Namespace) -> int:
     present = [device for device in devices if os.path.exists(device)]
     gds_findings, gds_report = gds_checks.findings(present)
     findings += gds_findings
+    # The store's settings aren't needed here, and devices may be missing.
+    settings = {name: value for name, (value, _) in given_settings(arguments).items()}
+    findings += cluster_checks.findings(read_settings({"devices": ["-"], **settings})[2])
     report = probe(present)
     failed = any(finding.state == "FAIL" for finding in findings)
     if arguments.json:

@@ -7,6 +7,7 @@ one that was given up may move them later: receivers check what is there when th
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -76,6 +77,8 @@ class MooncakeTransport:
             raise TransportError(f"protocol {protocol!r} of the Transfer Engine: tcp or rdma")
         if protocol == "rdma" and not (RDMA_DEVICES.is_dir() and any(RDMA_DEVICES.iterdir())):
             raise TransportError(f"the Transfer Engine can't use RDMA: {RDMA_DEVICES} shows no device; choose tcp, or load its driver")
+        if protocol == "tcp":  # else it takes RDMA where there is a device, whatever it was asked for
+            os.environ.setdefault("MC_FORCE_TCP", "1")
         self.protocol = protocol
         self._engine: Any = TransferEngine()
         if self._engine.initialize(host, metadata, protocol, device) != 0:

@@ -75,6 +75,7 @@ def test_what_one_server_computed_the_other_fetches(root: Path) -> None:
 
     wait_for(lambda: replicas() == ["node-1"])
     assert ask(second) == cold
+    assert metric(second, "tutti_cluster_nodes") == 2 and metric(second, "tutti_transport_info") == 1
     assert metric(second, "tutti_fetch_blocks_total") == 6 and metric(second, "tutti_fetches_total") == 1
     wait_for(lambda: replicas() == ["node-1", "node-2"])
 

@@ -29,11 +29,11 @@ def test_a_dropped_report_loses_nothing() -> None:
     for step in range(1, 5):
         counters.requests, counters.hit_tokens = step, 100 * step
         assert reader.changed()
-        stats = reader.read({"tutti_pins": {"": step}}, evicted=step)
+        stats = reader.read({"tutti_pins": {"": step}}, {"tutti_evicted_blocks_total": {"": step}})
         assert stats is not None and not reader.changed()
         if step in (1, 4):
             metrics.observe(stats.to_dict(), 1)
-    assert reader.read({}, evicted=4) is None
+    assert reader.read({}, {"tutti_evicted_blocks_total": {"": 4}}) is None
     text = generate_latest(registry).decode()
     assert 'tutti_requests_total{engine="1",model_name="model"} 4.0' in text
     assert 'tutti_requests_total{engine="0",model_name="model"} 0.0' in text
@@ -50,7 +50,7 @@ def test_the_log_adds_up_an_interval() -> None:
     for step in (1, 2):
         counters.requested_tokens, counters.hit_tokens, counters.local_hit_tokens = 1000 * step, 500 * step, 250 * step
         counters.bytes_loaded, counters.load_seconds = 4 * 10**9 * step, 2.0 * step
-        stats = reader.read({"tutti_pins": {"": step}}, evicted=0)
+        stats = reader.read({"tutti_pins": {"": step}}, {"tutti_evicted_blocks_total": {"": 0}})
         assert stats is not None
         interval = interval.aggregate(stats)
     line = interval.reduce()

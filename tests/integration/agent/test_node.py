@@ -136,6 +136,20 @@ def test_the_longer_of_two_is_asked(tmp_path: Path, etcd: EtcdServer, here: Here
     long.kill()
 
 
+def test_doctor_looks_at_the_way_to_other_nodes(etcd: EtcdServer) -> None:
+    def doctor(*settings: str) -> dict[str, tuple[str, str]]:
+        command = [sys.executable, "-m", "tutti_mooncake.cli", "doctor", "--json"]
+        command += [part for setting in settings for part in ("--set", setting)]
+        said = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False).stdout
+        return {one["check"]: (one["state"], one["found"]) for one in json.loads(said)["findings"] if one["subject"] == "cluster"}
+
+    assert doctor() == {}
+    found = doctor(f"etcd={etcd.endpoint},127.0.0.1:1", "etcd_timeout_seconds=1")
+    assert found[f"etcd at {etcd.endpoint}"][0] == "ok" and found["etcd at 127.0.0.1:1"] == ("FAIL", "doesn't answer")
+    assert found["address"] == ("warn", "127.0.0.1") and found["Transfer Engine"][1].startswith("tcp at 127.0.0.1:")
+    assert doctor(f"etcd={etcd.endpoint}", "transfer_protocol=rdma")["Transfer Engine"] == ("FAIL", "rdma")
+
+
 def test_a_cluster_whose_etcd_is_away_fetches_on(tmp_path: Path, etcd: EtcdServer, here: Here) -> None:
     other = NodeProcess(tmp_path / "there", "there", etcd.endpoint, 60)
     wait_for(lambda: here.ahead() == 60)

@@ -16,6 +16,7 @@ from tutti_mooncake.config import ClusterConfig
 from tutti_mooncake.connectors.vllm.metadata import FetchWork
 from tutti_mooncake.connectors.vllm.registry import EngineStore
 from tutti_mooncake.remote.fetcher import Fetched
+from tutti_mooncake.schedule import BreakerState
 
 if TYPE_CHECKING:
     from tutti_mooncake.agent.sources import FetchPlan
@@ -48,6 +49,24 @@ class Elsewhere:
         """How it ended."""
         if self.node is not None:
             self.node.sources.ended(plan, fetched.tries)
+
+    def gauges(self) -> dict[str, dict[str, float]]:
+        """For vLLM's metrics."""
+        if self.node is None:
+            return {"tutti_cluster_nodes": {"": 0}}
+        stats = self.node.view.stats()
+        return {
+            "tutti_cluster_nodes": {"": stats.nodes},
+            "tutti_cluster_blocks": {"": stats.blocks},
+            "tutti_directory_stale_seconds": {"": self.node.follower.stale_seconds},
+            "tutti_peers_left_alone": {"": sum(state == BreakerState.OPEN for state in self.node.sources.breakers().values())},
+            "tutti_transport_info": {self.node.transport.protocol: 1},
+        }
+
+    def served(self) -> dict[str, dict[str, float]]:
+        """Counters of what others were sent, for vLLM's metrics."""
+        counters = {} if self.node is None else self.node.owner.counters
+        return {f"tutti_served_{what}_total": {"": counters.get(what, 0)} for what in ("blocks", "bytes")}
 
     def report(self) -> dict[str, Any]:
         """For people and tests: this node, who else is there, and how many blocks they hold."""

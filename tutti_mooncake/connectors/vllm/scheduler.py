@@ -23,7 +23,7 @@ from tutti_mooncake.connectors.vllm.metadata import StoreWork, TuttiConnectorMet
 from tutti_mooncake.connectors.vllm.policy import Decision, LoadPolicy
 from tutti_mooncake.connectors.vllm.registry import EngineStore
 from tutti_mooncake.connectors.vllm.request_state import BlockTables, Offer, RequestState, asked
-from tutti_mooncake.connectors.vllm.stats import StatsReader, TuttiStats
+from tutti_mooncake.connectors.vllm.stats import StatsReader, TuttiStats, Values
 from tutti_mooncake.connectors.vllm.store_queue import StoreQueue
 from tutti_mooncake.schedule import LoadCost
 
@@ -261,13 +261,17 @@ class SchedulerHalf:
             self.engine_store.report("reading the store's statistics", error)
             return None
         breakers = {"loads": float(self._policy.loads.state), "stores": float(self._policy.stores.state)}
-        gauges: dict[str, dict[str, float]] = {
+        gauges: Values = {
             "tutti_breaker_state": breakers,
             "tutti_resident_blocks": {"": store["resident_blocks"]},
             "tutti_capacity_blocks": {"": store["slots"]},
             "tutti_pins": {"": self.pins_held},
         }
-        return self._stats.read(gauges, store.get("evicted_blocks", 0))
+        others: Values = {"tutti_evicted_blocks_total": {"": store.get("evicted_blocks", 0)}}
+        if self._elsewhere is not None:
+            gauges |= self._elsewhere.gauges()
+            others |= self._elsewhere.served()
+        return self._stats.read(gauges, others)
 
     def shutdown(self) -> None:
         """Gives all pins back."""

@@ -50,7 +50,8 @@ _COUNTERS: dict[str, dict[str, str]] = {
     "tutti_errors_total": {"": "store_errors"},
 }
 """Metric, label value and field of `Counters`."""
-_EVICTED = "tutti_evicted_blocks_total"
+OTHERS = ("tutti_evicted_blocks_total", "tutti_served_blocks_total", "tutti_served_bytes_total")
+"""Counters that the store and the node keep."""
 
 
 class TuttiStats(KVConnectorStats):
@@ -104,11 +105,11 @@ class StatsReader:
         self._last: dict[str, int | float] = {}
         self._last_totals: Values = {}
 
-    def read(self, gauges: Values, evicted: int) -> TuttiStats | None:
-        """The growth, and `gauges`; None when nothing grew."""
+    def read(self, gauges: Values, others: Values) -> TuttiStats | None:
+        """The growth, and `gauges`; None when nothing grew. `others`: values of `OTHERS`."""
         now = self._counters.as_dict()
         totals: Values = {metric: {label: now[name] for label, name in fields.items()} for metric, fields in _COUNTERS.items()}
-        totals[_EVICTED] = {"": evicted}
+        totals |= others
         before, self._last, self._last_totals = self._last_totals, now, totals
         grown: Values = {}
         for metric, values in totals.items():
@@ -141,7 +142,7 @@ class TuttiPromMetrics(KVConnectorPromMetrics):
             self._metrics[metric.name] = kinds[metric.kind](name=name, documentation=metric.help, labelnames=[*labelnames, *metric.labels])
         for engine in per_engine_labelvalues:  # so that each counter is there from the start, at 0
             zeros = {metric: dict.fromkeys(labels, 0) for metric, labels in _COUNTERS.items()}
-            self.observe({"totals": {**zeros, _EVICTED: {"": 0}}}, engine)
+            self.observe({"totals": {**zeros, **{name: {"": 0} for name in OTHERS}}}, engine)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Takes one report in. Counters grow to its totals."""

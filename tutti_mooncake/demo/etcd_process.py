@@ -24,7 +24,12 @@ def etcd_binary() -> str:
 
 
 class EtcdProcess:
-    """Keeps its ports and data, in `root`, from one start to the next. `arguments`: more of its own; `scheme`: http or https."""
+    """Keeps its ports and data, in `root`, from one start to the next. `arguments`: more of its own; `scheme`: http or https.
+
+    `members`: name and peers' address of all members of an etcd of several, this one's name being `root`'s.
+    """
+
+    members: Sequence[str] = ()
 
     def __init__(self, root: Path, arguments: Sequence[str] = (), scheme: str = "http") -> None:
         self.root = root
@@ -49,6 +54,11 @@ class EtcdProcess:
         """For clients."""
         return f"{self._scheme}://{self.endpoint}"
 
+    @property
+    def member(self) -> str:
+        """As `members` want it."""
+        return f"{self.root.name}=http://127.0.0.1:{self._peer}"
+
     def start(self) -> Self:
         """Returns when it answers. Raises RuntimeError with the end of its log when it doesn't."""
         if not etcd_binary():
@@ -61,7 +71,8 @@ class EtcdProcess:
                     *(etcd_binary(), "--data-dir", str(self.root / "data"), "--log-level", "warn", "--unsafe-no-fsync"),
                     *self._arguments,
                     *("--listen-client-urls", self.url, "--advertise-client-urls", self.url),
-                    *("--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer, "--initial-cluster", f"default={peer}"),
+                    *("--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer),
+                    *("--name", self.root.name, "--initial-cluster", ",".join(self.members or [self.member])),
                 ],
                 stdout=log,
                 stderr=log,

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +30,7 @@ from tutti_mooncake.agent.node import Node
 from tutti_mooncake.remote.fetcher import Fetcher
 
 PROMPT = chain("shared", 60)
+RESTARTS = int(os.environ.get("TUTTI_TEST_RESTARTS", "4"))
 
 
 class NodeProcess:
@@ -134,6 +137,33 @@ def test_the_longer_of_two_is_asked(tmp_path: Path, etcd: EtcdServer, here: Here
     assert here.fetch() == (50, Status.NOT_FOUND) and sum(tensors.holds(key, i) for i, key in enumerate(PROMPT)) == 50
     short.kill()
     long.kill()
+
+
+def test_a_peer_that_restarts_again_and_again_under_load(tmp_path: Path, etcd: EtcdServer, here: Here) -> None:
+    """Killed in the midst of fetches: what arrives is right, and each of its lives is found and fetched from."""
+    stop, wrong, results = threading.Event(), [], []
+
+    def load() -> None:
+        while not stop.is_set():
+            here.tensors.wipe()
+            blocks, _ = here.fetch()
+            there = [here.tensors.holds(key, i) for i, key in enumerate(PROMPT)]
+            if not all(there[:blocks]) or any(there[blocks:]):
+                wrong.append((blocks, there))
+            results.append(blocks)
+
+    thread = threading.Thread(target=load)
+    thread.start()
+    try:
+        for _ in range(RESTARTS):
+            other = NodeProcess(tmp_path / "there", "there", etcd.endpoint, 60)
+            seen = len(results)
+            wait_for(lambda seen=seen: 60 in results[seen:])  # type: ignore[misc]
+            other.kill()
+    finally:
+        stop.set()
+        thread.join(60)
+    assert not wrong and not thread.is_alive()
 
 
 def test_doctor_looks_at_the_way_to_other_nodes(etcd: EtcdServer) -> None:

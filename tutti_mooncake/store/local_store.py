@@ -28,12 +28,13 @@ from tutti_mooncake.store.admission import WriteBudget, make_admission
 from tutti_mooncake.store.announcements import Announcements, StoredBlocks
 from tutti_mooncake.store.committer import Committer
 from tutti_mooncake.store.counters import Counters, Publisher
+from tutti_mooncake.store.endings import Endings
 from tutti_mooncake.store.history import History, Removal
 from tutti_mooncake.store.leases import Leases
 from tutti_mooncake.store.lifetime import Lifetime, track
 from tutti_mooncake.store.listing import list_blocks
 from tutti_mooncake.store.moves import MoverLike
-from tutti_mooncake.store.operations import Operation, RetrieveOperation, StoreOperation
+from tutti_mooncake.store.operations import RetrieveOperation, StoreOperation
 from tutti_mooncake.store.pool import Pool, Progress
 from tutti_mooncake.store.rank_mover import mover_of
 from tutti_mooncake.store.reader import StoreReader
@@ -49,8 +50,6 @@ if TYPE_CHECKING:
 
 Slots = npt.NDArray[np.uint32]
 _STOP_GRACE_SECONDS = 10.0
-# A retrieve that ended so proves the stored copy unusable; it is dropped with its descendants.
-_DROP = (Status.CHECKSUM_ERROR, Status.DEVICE_ERROR, Status.SHORT_IO, Status.STALE)
 
 
 class LocalStore:
@@ -95,6 +94,18 @@ class LocalStore:
         self._committer = Committer(None if config.read_only else self._tick)
         if not config.read_only:
             self._write_state(clean=False)
+        self._endings = Endings(
+            table,
+            pool,
+            self._mover,
+            self._committer,
+            self._retirement,
+            self._announcements,
+            self._counters,
+            self._lock,
+            self._now,
+            flush=config.durability == "flush",
+        )
         self._committer.start()
         track(self)
 
@@ -219,7 +230,7 @@ class LocalStore:
                 blocks=blocks[:, positions],
                 deadline_seconds=deadline,
             )
-            operation = StoreOperation(statuses, positions, plan, self._slot_payload(), self._finish_store)
+            operation = StoreOperation(statuses, positions, plan, self._slot_payload(), self._endings.store_ended)
             operation.keys, operation.slots = chain[positions], slots[positions]
             above = chain[positions[0] - 1] if positions[0] else None if parent_key is None else parent_key[0]
             operation.parent = None if above is None else self._committer.writer_of(above)
@@ -267,7 +278,7 @@ class LocalStore:
             positions = np.flatnonzero(statuses == Status.OK).astype(np.uint32)
             if not len(positions):
                 self._counters.add_statuses("retrieve", statuses)
-                return RetrieveOperation(statuses, positions, None, 0, self._finish_retrieve)
+                return RetrieveOperation(statuses, positions, None, 0, self._endings.retrieve_ended)
             if len(positions) != len(array):  # else spare the copies
                 array, blocks = array[positions], blocks[:, positions]
                 slots, generations, rots = slots[positions], generations[positions], rots[positions]
@@ -281,7 +292,7 @@ class LocalStore:
                 blocks=blocks,
                 deadline_seconds=deadline,
             )
-            operation = RetrieveOperation(statuses, positions, plan, self._slot_payload(), self._finish_retrieve)
+            operation = RetrieveOperation(statuses, positions, plan, self._slot_payload(), self._endings.retrieve_ended)
             operation.keys, operation.slots, operation.generations = array, slots, generations
             operation.ticket = ticket
             self._committer.add_retrieve(operation)
@@ -322,7 +333,7 @@ class LocalStore:
         close() waits for it to leave; it then raises StoreClosed after the blocks at hand.
         """
         with self._life.using():
-            return verify_blocks(self._pool, self._table, progress, self._drop_failed, self._life.check_open)
+            return verify_blocks(self._pool, self._table, progress, self._endings.drop_failed, self._life.check_open)
 
     # --- views ---
 
@@ -376,6 +387,7 @@ class LocalStore:
         """For a forked child: gives up the inherited descriptors, and with them the hold on the parent's lock."""
         self._lock = threading.RLock()
         self._life.abandon(self._lock)
+        self._endings.lock = self._lock
         self._pool.close()
 
     def __enter__(self) -> LocalStore:
@@ -424,7 +436,7 @@ class LocalStore:
     def _without_io(self, statuses: npt.NDArray[np.uint8]) -> StoreOperation:
         """A store whose blocks are all decided."""
         self._counters.add_statuses("store", statuses)
-        return StoreOperation(statuses, np.empty(0, dtype=np.uint32), None, 0, self._finish_store)
+        return StoreOperation(statuses, np.empty(0, dtype=np.uint32), None, 0, self._endings.store_ended)
 
     def _tick(self) -> None:
         self._publisher.tick()
@@ -470,63 +482,3 @@ class LocalStore:
         if status != Status.OK:
             self._counters.add(record_errors=1, lost_slots=len(slots))
         return status == Status.OK
-
-    def _drop_failed(self, keys: npt.NDArray[np.uint8], generations: Slots) -> None:
-        """Removes blocks whose stored copy proved unusable; a read-only store forgets them. `keys` are salted."""
-        with self._lock:
-            removed = self._table.remove(keys, generations)
-            self._retirement.retire(removed, Removal.FAILED_CHECK)
-        self._counters.add(dropped_blocks=len(removed))
-
-    # --- ends of operations ---
-
-    def _finish_store(self, operation: Operation) -> None:
-        plan = operation.plan
-        assert plan is not None
-        statuses = self._mover.seal(plan)
-        flush = self.config.durability == "flush"
-        if isinstance(operation, StoreOperation) and operation.parent is not None and not operation.parent.done():
-            statuses[statuses == Status.OK] = Status.TIMEOUT
-        written = np.flatnonzero(statuses == Status.OK).astype(np.uint32)
-        if len(written) and flush and (flushed := self._pool.flush_data()) != Status.OK:
-            statuses[written] = flushed
-        # First the failures: they take their descendants along, which then are refused by commit or publish.
-        unusable = [self._table.abort(operation.slots[statuses != Status.OK])]
-        written = np.flatnonzero(statuses == Status.OK).astype(np.uint32)
-        if len(written):
-            statuses[written] = self._pool.slot_table.commit(self._table, operation.slots[written], self._now())
-            if flush and (flushed := self._pool.flush_records()) != Status.OK:
-                statuses[written] = flushed
-            unusable.append(self._table.abort(operation.slots[written[statuses[written] != Status.OK]]))
-            durable = written[statuses[written] == Status.OK]
-            with self._lock:
-                statuses[durable] = self._table.publish(operation.slots[durable])
-                self._announcements.published(operation.slots[durable[statuses[durable] == Status.OK]])
-            unusable.append(operation.slots[durable[statuses[durable] != Status.OK]])
-        removed = np.concatenate(unusable)
-
-        def retire() -> None:
-            with self._lock:
-                self._retirement.retire(removed, Removal.NOT_WRITTEN)
-
-        if len(removed):
-            self._committer.when_drained(plan, retire)
-        operation.statuses[operation.positions] = statuses
-        self._counters.add_statuses("store", operation.statuses)
-
-    def _finish_retrieve(self, operation: Operation) -> None:
-        plan = operation.plan
-        assert plan is not None
-        statuses = plan.statuses()
-        bad = np.isin(statuses, [int(status) for status in _DROP])
-
-        def release() -> None:
-            with self._lock:
-                self._table.unpin(int(operation.slots[-1]), int(operation.generations[-1]))
-                self._retirement.reader_ends(operation.ticket)
-
-        self._committer.when_drained(plan, release)
-        if bad.any():
-            self._drop_failed(operation.keys[bad], operation.generations[bad])
-        operation.statuses[operation.positions] = statuses
-        self._counters.add_statuses("retrieve", operation.statuses)

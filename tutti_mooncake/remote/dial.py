@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable
 from typing import Any
 
 from tutti_mooncake.remote.wire import PROTOCOL_VERSION, Connection, Peer, WireError
@@ -15,17 +14,10 @@ PROGRESS_SECONDS = 5.0
 """A node that says nothing for so long is given up."""
 
 
-def dial(
-    owner: Peer,
-    node: str,
-    deadline: float,
-    *,
-    namespace: bytes | None = None,
-    watch: Callable[[Connection], None] = lambda connection: None,
-) -> Connection:
+def dial(owner: Peer, node: str, deadline: float, *, namespace: bytes | None = None) -> Connection:
     """A connection to a node in the life that was meant, which `namespace`, if given, must be that of. `node`: our name.
 
-    `watch` is told of the connection before anything is said. Raises WireError.
+    Raises WireError.
     """
     host, _, port = owner.address.rpartition(":")
     if not host or not port.isdigit():
@@ -36,7 +28,6 @@ def dial(
         raise WireError(f"node {owner.node} at {owner.address}: {error}") from error
     connection = Connection(sock, f"node {owner.node} at {owner.address}")
     try:
-        watch(connection)
         theirs = connection.receive(min(deadline, time.monotonic() + PROGRESS_SECONDS))
         if theirs.get("v") != PROTOCOL_VERSION:
             raise WireError(f"{connection.peer}: protocol {theirs.get('v')!r}; this one is {PROTOCOL_VERSION}")

@@ -12,7 +12,6 @@ later still would make the next fetch fail its check, no more.
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -34,6 +33,10 @@ from tutti_mooncake.remote.wire import Connection, Peer, WireError, field
 logger = logging.getLogger(__name__)
 
 QUARANTINE_SECONDS = 10.0
+CANCEL_SECONDS = 0.05
+"""Within which a fetch that waits for its owner notices that it was cancelled."""
+STOP_SECONDS = 1.0
+"""Within which an owner that is there ends what it was told to stop."""
 WINDOWS_OF_A_FETCH = 3
 """One is filled, one announced, one copied."""
 
@@ -67,23 +70,15 @@ class Cancel:
     """Breaks off a fetch from another thread. Of one fetch."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._connection: Connection | None = None
         self.asked = False
 
     def ask(self) -> None:
         """The fetch returns soon, with what it has, and touches the blocks' memory no more. Any number of times."""
-        with self._lock:
-            self.asked = True
-            if self._connection is not None:
-                self._connection.close()
+        self.asked = True
 
-    def watch(self, connection: Connection | None) -> None:
-        """The connection that the fetch uses now. Raises WireError when it has been asked to end."""
-        with self._lock:
-            self._connection = connection
-            if self.asked and connection is not None:
-                raise WireError("the fetch was cancelled")
+
+class _Cancelled(Exception):
+    """Somebody asked for the end."""
 
 
 class Fetcher:
@@ -149,7 +144,7 @@ class Fetcher:
         connection: Connection | None = None
         ended = False
         try:
-            connection = dial(owner, self._node, run.deadline, namespace=self._namespace, watch=cancel.watch)
+            connection = dial(owner, self._node, run.deadline, namespace=self._namespace)
             windows = self._acquire(run.deadline)
             connection.send(
                 {
@@ -163,14 +158,16 @@ class Fetcher:
                 },
                 run.deadline,
             )
-            ended = self._receive(connection, windows, block_ids, run)
+            ended = self._receive(connection, windows, block_ids, run, cancel)
         except WindowsBusy as error:
             run.status, run.why = Status.REJECTED, str(error)
+        except _Cancelled:
+            run.status, run.why = Status.CANCELLED, "it was cancelled"
+            ended = connection is not None and _stop(connection)
         except WireError as error:
-            run.status = Status.CANCELLED if cancel.asked else Status.TIMEOUT if time.monotonic() >= run.deadline else Status.RETRY
+            run.status = Status.TIMEOUT if time.monotonic() >= run.deadline else Status.RETRY
             run.why = str(error)
         finally:
-            cancel.watch(None)
             if connection is not None:
                 connection.close()
             for window in windows:
@@ -195,11 +192,17 @@ class Fetcher:
                 raise
         return windows  # at least one
 
-    def _receive(self, connection: Connection, windows: list[int], block_ids: npt.NDArray[np.uint32], run: _Run) -> bool:
-        """True once the owner has said that it is done."""
+    def _receive(self, connection: Connection, windows: list[int], block_ids: npt.NDArray[np.uint32], run: _Run, cancel: Cancel) -> bool:
+        """True once the owner has said that it is done. Raises _Cancelled."""
         number = 0
         while True:
-            message = connection.receive(min(run.deadline, time.monotonic() + PROGRESS_SECONDS))
+            until = min(run.deadline, time.monotonic() + PROGRESS_SECONDS)
+            while not connection.readable(min(CANCEL_SECONDS, until - time.monotonic())) and time.monotonic() < until:
+                if cancel.asked:
+                    raise _Cancelled
+            if cancel.asked:
+                raise _Cancelled
+            message = connection.receive(until)
             if "end" in message:
                 status = field(message, "status", int, connection.peer)
                 run.status = Status(status) if status in set(Status) else Status.RETRY
@@ -243,6 +246,19 @@ class Fetcher:
         device = self._places[0].device
         if device.type == "cuda":  # what engines do on other streams comes after it, and so does their next use of these blocks
             torch.cuda.current_stream(device).synchronize()
+
+
+def _stop(connection: Connection) -> bool:
+    """Tells the owner that nothing more is wanted; whether it has ended, and writes into no window any more."""
+    try:
+        connection.send({"stop": True}, time.monotonic() + STOP_SECONDS)
+        until = time.monotonic() + STOP_SECONDS
+        while True:
+            message = connection.receive(until)
+            if "end" in message:
+                return message.get("clean") is True
+    except WireError:
+        return False
 
 
 def _right(rows: npt.NDArray[np.uint8], sums: npt.NDArray[np.uint64]) -> int:

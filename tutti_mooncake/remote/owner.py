@@ -141,7 +141,7 @@ class Owner:
                 message = connection.receive(time.monotonic() + IDLE_SECONDS)
                 if "stats" in message:
                     connection.send({"stats": {**self._stats(), "served": self.counters}}, time.monotonic() + HELLO_SECONDS)
-                elif "credit" not in message:  # windows of a request that is over
+                elif "credit" not in message and "stop" not in message:  # of a request that is over
                     self._answer(connection, message)
         except WireError as error:
             logger.debug("remote reads: %s", error)
@@ -174,7 +174,7 @@ class Owner:
             status, why, clean = Status.RETRY, str(error), False
         finally:
             self._store.unpin(pin)
-        self.counters["failed"] += status not in (Status.OK, Status.NOT_FOUND)
+        self.counters["failed"] += status not in (Status.OK, Status.NOT_FOUND, Status.CANCELLED)
         end = {"end": True, "blocks": blocks, "status": int(status), "why": why, "clean": clean}
         connection.send(end, request.deadline + HELLO_SECONDS)
 
@@ -183,7 +183,7 @@ class Owner:
         size = self._windows.window_blocks
         starts = range(0, resident, size)
         reads: dict[int, tuple[int, RetrieveOperation]] = {}
-        pushed = 0
+        pushed = credits = 0
         try:
             for number, start in enumerate(starts):
                 if number not in reads:
@@ -192,10 +192,13 @@ class Owner:
                     with contextlib.suppress(WindowsBusy):
                         reads[number + 1] = self._read(request, start + size, min(start + 2 * size, resident), 0.0)
                 window, operation = reads[number]
-                if number >= len(request.windows):
-                    given = field(connection.receive(request.deadline), "credit", int, connection.peer)
-                    if given != number - len(request.windows):
-                        raise WireError(f"{connection.peer}: window {given} given back where {number - len(request.windows)} was due")
+                while number - credits >= len(request.windows) or connection.readable(0.0):
+                    message = connection.receive(request.deadline)
+                    if "stop" in message:
+                        return pushed, Status.CANCELLED, "the requester wants no more"
+                    if field(message, "credit", int, connection.peer) != credits:
+                        raise WireError(f"{connection.peer}: window {message['credit']} given back where {credits} was due")
+                    credits += 1
                 statuses = operation.wait(max(0.0, self._left(request))).statuses
                 bad = np.flatnonzero(np.asarray(statuses) != Status.OK)
                 good = int(bad[0]) if len(bad) else len(statuses)

@@ -7,6 +7,7 @@ node that was meant, in the life that was meant, or nothing is asked of it.
 from __future__ import annotations
 
 import contextlib
+import select
 import socket
 import struct
 import time
@@ -69,6 +70,13 @@ class Connection:
         if not isinstance(message, dict):
             raise WireError(f"{self.peer}: a message that is {type(message).__name__}")
         return message
+
+    def readable(self, seconds: float) -> bool:
+        """Whether something has come, or the other end has gone, within that time."""
+        try:
+            return bool(select.select([self._socket], [], [], max(0.0, seconds))[0])
+        except (OSError, ValueError) as error:  # closed meanwhile
+            raise WireError(f"{self.peer}: {error}") from error
 
     def close(self) -> None:
         """Whoever waits in another thread gets an error."""

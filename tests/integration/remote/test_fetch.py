@@ -17,7 +17,7 @@ from tests.conftest import Stores
 from tests.pattern import PatternTensors, chain, geometry
 from tutti_mooncake import LocalStore, Status, StoreConfig, _native
 from tutti_mooncake.keys import as_key_array
-from tutti_mooncake.remote.fetcher import Fetcher, FetchResult
+from tutti_mooncake.remote.fetcher import Cancel, Fetcher, FetchResult
 from tutti_mooncake.remote.owner import Owner
 from tutti_mooncake.remote.transport import MemoryTransport, Piece, TransportError
 from tutti_mooncake.remote.wire import Peer
@@ -215,6 +215,28 @@ def test_an_owner_that_is_too_slow(cluster: Cluster) -> None:
     busy = cluster.fetch(keys, 100, seconds=0.5)  # one window is left, and goes through it
     assert busy.blocks in (0, 40)
     goes_on.set()
+
+
+def test_a_fetch_that_is_cancelled_leaves_nothing_behind(cluster: Cluster) -> None:
+    """However often: its windows are free at once at both ends, and nothing is written into its blocks any more."""
+    keys = chain("a", 100)
+    cluster.fill(keys)
+    for after in range(12):
+        cluster.target.wipe()
+        cancel, writes = Cancel(), []
+
+        def fault(pieces: Sequence[Piece], cancel: Cancel = cancel, writes: list[int] = writes, after: int = after) -> None:
+            writes.append(len(pieces))
+            if len(writes) == after % 6 + 1:
+                cancel.ask()
+
+        cluster.transport.fault = fault
+        blocks = np.arange(100, dtype=np.uint32)
+        result = cluster.fetcher.fetch(cluster.peer, as_key_array(keys), blocks, seconds=20, cancel=cancel)
+        assert result.status is Status.CANCELLED and result.seconds < 5 and cluster.arrived(keys) == result.blocks < 100
+        assert cluster.fetcher.quarantined_windows == 0 and len(writes) < 13
+    cluster.transport.fault = lambda pieces: None
+    assert cluster.fetch(keys, 200).status is Status.OK and cluster.owner.counters["failed"] == 0
 
 
 def test_an_owner_that_goes_away(cluster: Cluster) -> None:

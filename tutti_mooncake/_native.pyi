@@ -149,6 +149,53 @@ class BlockTable:
     @property
     def slots(self) -> int: ...
 
+class HolderIndex:
+    """
+    Which incarnations of nodes hold which blocks, in bounded memory. Not thread-safe.
+    """
+
+    def __init__(self, most_bytes: int) -> None: ...
+
+    def set_alive(self, incarnation: int, alive: bool) -> None: ...
+
+    def spans_of(self, incarnation: int) -> int: ...
+
+    def put(self, incarnation: int, number: int, namespace_id: bytes, start: int, parent: int, hashes: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> None:
+        """In the place of a span of that name."""
+
+    def remove(self, incarnation: int, number: int) -> bool:
+        """Whether it was there."""
+
+    def begin_snapshot(self) -> None: ...
+
+    def sweep(self, first: int, count: int) -> bool:
+        """
+        Removes what wasn't put since begin_snapshot, of `count` places; whether there are more behind them.
+        """
+
+    def holders(self, namespace_id: bytes, hashes: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> tuple:
+        """
+        Incarnations that are alive and hold hashes[0], and how many from there on, an array each.
+        """
+
+    def spans(self, first: int, count: int) -> list:
+        """
+        (incarnation, number, blocks, namespace, start, parent, hashes that are kept) of the spans at `count` places.
+        """
+
+    @property
+    def places(self) -> int: ...
+
+    def counts(self) -> dict: ...
+
+    @property
+    def used_bytes(self) -> int:
+        """What the bound is for."""
+
+    @property
+    def memory_bytes(self) -> int:
+        """What is allocated."""
+
 class Layout:
     """Where every object lies (tensor stripe)."""
 

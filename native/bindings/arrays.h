@@ -50,6 +50,7 @@ inline KeysOut to_numpy_keys(std::vector<Key> keys) {
 }
 
 void bind_index(nb::module_& module);
+void bind_holders(nb::module_& module);
 void bind_io(nb::module_& module);
 void bind_gds(nb::module_& module);
 void bind_partition(nb::module_& module);

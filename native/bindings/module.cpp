@@ -75,6 +75,7 @@ NB_MODULE(_native, module) {
       "(memory, offset) alignment in bytes that direct I/O on an open file wants; (0, 0) = the kernel doesn't say.");
 
   bind_index(module);
+  bind_holders(module);
   bind_io(module);
   bind_gds(module);
   bind_partition(module);

@@ -1,9 +1,11 @@
 """Who holds how much of a prefix, as changes come in."""
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.unit.directory.view_model import ViewModel
 from tutti_mooncake.directory.broker import Change
 from tutti_mooncake.directory.records import Keys, NodeRecord, SpanRecord
 from tutti_mooncake.directory.view import DirectoryView
@@ -89,6 +91,98 @@ def test_a_snapshot_replaces_everything() -> None:
     assert held(view, [1]) == {"b": 1} and view.stats().spans == 1
 
 
+def test_of_what_does_not_fit_the_deepest_is_left_out_and_comes_back_with_a_snapshot() -> None:
+    view = DirectoryView(KEYS, most_bytes=3000)
+    chains = {number: [number << 32 | i for i in range(1, 61)] for number in range(1, 11)}
+    spans = {number: span("a", number, chain) for number, chain in chains.items()}
+    view.apply([node("a"), *spans.values()])
+    stats = view.stats()
+    assert stats.spans == 10 and stats.blocks + stats.left_out_blocks == 600 and 0 < stats.bytes <= 3000
+    lengths = [held(view, chain)["a"] for chain in chains.values()]
+    assert max(lengths) - min(lengths) <= 1 and sum(lengths) == stats.blocks
+    assert [len(kept.hashes) for _, _, kept in view.spans()] == lengths
+    view.apply([gone(spans[number]) for number in range(2, 11)])
+    assert held(view, chains[1])["a"] == lengths[0] and view.stats().blocks == lengths[0]
+    view.replace({change.key: change.value or b"" for change in (node("a"), spans[1])})
+    assert held(view, chains[1]) == {"a": 60} and view.stats().left_out_blocks == 0
+
+
+def test_others_ask_while_a_snapshot_comes_in() -> None:
+    """What is in both is there all the time; a node that is gone is gone before its spans are."""
+    kept = [span("a", number, [number << 8 | 1, number << 8 | 2]) for number in range(600)]
+    view = view_of(node("a"), node("b"), *kept, span("b", 1, [1 << 8 | 1]))
+    items = {change.key: change.value or b"" for change in (node("a"), *kept, span("a", 1000, [5]))}
+    seen = []
+
+    class Watched(dict[str, bytes]):
+        def items(self):  # type: ignore[no-untyped-def,override]
+            for one in super().items():
+                seen.append((held(view, [1 << 8 | 1, 1 << 8 | 2]), held(view, [599 << 8 | 1])))
+                yield one
+
+    view.replace(Watched(items))
+    assert all(first.get("a") == 2 and last == {"a": 1} for first, last in seen)
+    assert "b" not in held(view, [1 << 8 | 1]) and view.stats().spans == 601 and held(view, [5]) == {"a": 1}
+
+
+def some_changes(random: np.random.Generator) -> list[Change]:
+    """Of 4 nodes in 3 epochs, with spans of 4 chains of which pairs begin alike."""
+    changes = []
+    for _ in range(int(random.integers(1, 8))):
+        name, epoch = "abcd"[random.integers(4)], int(random.integers(1, 4))
+        kind = random.random()
+        if kind < 0.1:
+            changes.append(node(name, epoch))
+        elif kind < 0.15:
+            changes.append(gone(node(name)))
+        elif kind < 0.17:
+            changes.append(Change(KEYS.span(name, epoch, int(random.integers(6))), b"nonsense"))
+        elif kind < 0.4:
+            changes.append(gone(span(name, int(random.integers(6)), [0], epoch)))
+        else:
+            hashes, start = some_chain(random)
+            record = SpanRecord([NAMESPACE, OTHER][random.integers(2)], start, 0, np.array(hashes, dtype="<u8"))
+            changes.append(Change(KEYS.span(name, epoch, int(random.integers(6))), record.encode()))
+    return changes
+
+
+def some_chain(random: np.random.Generator) -> tuple[list[int], int]:
+    """Hashes and where they begin."""
+    chain, start = int(random.integers(4)), int(random.integers(20))
+    end = start + int(random.integers(1, 12))
+    return [(chain // 2 if depth < 10 else chain) << 8 | depth + 1 for depth in range(start, end)], start
+
+
+@pytest.mark.parametrize("most_bytes", [1 << 30, 6000])
+@pytest.mark.parametrize("seed", range(4))
+def test_random_changes_give_what_a_plain_model_says(seed: int, most_bytes: int) -> None:
+    random = np.random.default_rng((seed, most_bytes))
+    view, model = DirectoryView(KEYS, most_bytes=most_bytes), ViewModel(KEYS)
+    items: dict[str, bytes] = {}
+    for _ in range(1000):
+        changes = some_changes(random)
+        for change in changes:
+            items.pop(change.key, None)
+            if change.value is not None:
+                items[change.key] = change.value
+        model.apply(changes)
+        if random.random() < 0.05:
+            view.replace(items)
+        else:
+            view.apply(changes)
+        prompt, _ = some_chain(random)
+        begin, namespace = int(random.integers(3)), [NAMESPACE, OTHER][random.integers(2)]
+        right = model.holders(namespace, prompt, begin)
+        found = [(record.node, blocks) for record, blocks in view.holders(namespace, np.array(prompt, dtype="<u8"), begin)]
+        stats = view.stats()
+        assert view.dead() == model.dead() and stats.spans == len(model.spans) and stats.nodes == len(model.nodes)
+        if most_bytes == 1 << 30:
+            assert found == right and stats.blocks == model.blocks and stats.left_out_blocks == 0
+        else:
+            assert stats.bytes <= most_bytes and all(blocks <= dict(right).get(name, 0) for name, blocks in found)
+            assert sum(len(kept.hashes) for _, _, kept in view.spans()) + stats.left_out_blocks == model.span_blocks
+
+
 NAMES = st.sampled_from(["a", "b", "c"])
 HASHES = st.lists(st.integers(0, 9), min_size=1, max_size=6)
 CHANGES = st.one_of(
@@ -110,18 +204,9 @@ def test_any_changes_give_what_the_records_say(changes: list[Change], prompt: li
             items[change.key] = change.value
     view.apply(changes[:cut])
     view.apply(changes[cut:])
-    nodes = {key.removeprefix(KEYS.nodes): NodeRecord.decode(key.removeprefix(KEYS.nodes), items[key]) for key in items if "nodes/" in key}
-    expected = {}
-    for name, record in nodes.items():
-        has = set()
-        for key, value in items.items():
-            if key.startswith(KEYS.spans_of(name, record.epoch)) and (one := SpanRecord.decode(key, value)).namespace == NAMESPACE:
-                has |= set(one.hashes.tolist())
-        run = 0
-        while begin + run < len(prompt) and prompt[begin + run] in has:
-            run += 1
-        if run:
-            expected[name] = run
+    model = ViewModel(KEYS)
+    model.apply(changes)
+    expected = dict(model.holders(NAMESPACE, prompt, begin))
     assert held(view, prompt, begin) == expected
     fresh = DirectoryView(KEYS)
     fresh.replace(items)

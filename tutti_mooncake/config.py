@@ -240,8 +240,8 @@ class ClusterConfig:
                 raise ConfigError(f"etcd: {endpoint!r} is no endpoint; write host:port, with commas between several")
         if not 0 <= self.node_port < 65536:
             raise ConfigError(f"node_port: {self.node_port} is no port")
-        if bool(self.etcd_user) != bool(self.etcd_password):
-            raise ConfigError("etcd_user and etcd_password are given together or not at all")
+        if self.etcd_user and not self.etcd_password:
+            raise ConfigError("etcd_user needs etcd_password, best by TUTTI_ETCD_PASSWORD")
         if (self.etcd_certificate or self.etcd_key) and not (self.etcd_ca and self.etcd_certificate and self.etcd_key):
             raise ConfigError("a client certificate needs etcd_ca, etcd_certificate and etcd_key")
         if self.node_ttl_seconds < 1:

@@ -43,7 +43,7 @@ def etcd_options(config: ClusterConfig) -> EtcdOptions:
         config.etcd_certificate,
         config.etcd_key,
         config.etcd_user,
-        config.etcd_password,
+        config.etcd_password if config.etcd_user else "",
     )
 
 

@@ -102,10 +102,10 @@ class Sources:
         that may be asked now holds the first one. From memory; asks nobody, and counts nothing.
         """
         with self._lock:
-            found = self._in_order(self._candidates(keys))
+            found = self._in_order(self._candidates(keys))[:MOST_OWNERS]
         if not found:
             return None
-        owners = tuple(Peer(record.node, record.epoch, record.address) for record, _ in found[:MOST_OWNERS])
+        owners = tuple(Peer(record.node, record.epoch, record.address) for record, _ in found)
         return FetchPlan(max(blocks for _, blocks in found), owners)
 
     def begin(self, plan: FetchPlan) -> None:

@@ -74,7 +74,9 @@ class Connection:
     def readable(self, seconds: float) -> bool:
         """Whether something has come, or the other end has gone, within that time."""
         try:
-            return bool(select.select([self._socket], [], [], max(0.0, seconds))[0])
+            poll = select.poll()  # which takes descriptors of any number
+            poll.register(self._socket, select.POLLIN)
+            return bool(poll.poll(max(0.0, seconds) * 1000))
         except (OSError, ValueError) as error:  # closed meanwhile
             raise WireError(f"{self.peer}: {error}") from error
 

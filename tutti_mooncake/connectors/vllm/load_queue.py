@@ -132,7 +132,8 @@ class LoadQueue:
         self._accounting.load_ended(load.request, seconds, len(load.block_ids), ok_blocks, moved_bytes, layerwise=load.layerwise)
         if load.cancelled:
             self._counters.loads_cancelled += 1
-            self._policy.loads.undecided()
+            if load.local:
+                self._policy.loads.undecided()
             if load.counts_as_hit:
                 self._accounting.settle(load.request, load.finding, cancelled=True)
             return

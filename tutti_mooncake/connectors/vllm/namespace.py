@@ -71,8 +71,8 @@ def check_cluster(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> No
     """Raises ConfigError for engines whose blocks can't be fetched by others."""
     if vllm_config.parallel_config.tensor_parallel_size > 1:
         raise ConfigError("etcd: engines of several tensor-parallel ranks can't join a cluster yet; leave etcd empty")
-    if len(kv_cache_config.kv_cache_groups) > 1:
-        raise ConfigError("etcd: models with several KV cache groups can't join a cluster yet; leave etcd empty")
+    if len(kv_cache_config.kv_cache_groups) > 1 or has_windows(kv_cache_config):
+        raise ConfigError("etcd: models with sliding windows or several KV cache groups can't join a cluster yet; leave etcd empty")
 
 
 def has_windows(kv_cache_config: KVCacheConfig) -> bool:

@@ -236,13 +236,13 @@ class SchedulerHalf:
 
     def clear(self) -> bool:
         """Empties the store, as after a change of the model's weights. `False` when it could not."""
+        if self._elsewhere is not None:  # also when the store can't be emptied
+            self._elsewhere.leave()
         try:
             self._store.clear()
         except Exception as error:
             self.engine_store.report("clearing the store", error)
             return False
-        if self._elsewhere is not None:
-            self._elsewhere.leave()
         for state in self._states.values():
             state.next_store = 0
         return True

@@ -59,6 +59,18 @@ def check_seconds(name: str, value: object, *, positive: bool = False) -> None:
         raise ConfigError(f"{name} must be a {'positive ' if positive else ''}number of seconds, not {value!r}")
 
 
+def check_etcd(endpoints: Sequence[str], ca: str, certificate: str, key: str, user: str, password: str) -> None:
+    """Raises ConfigError for a way to etcd that can't be."""
+    for endpoint in endpoints:
+        host, _, port = endpoint.rpartition(":")
+        if not host or not port.isdigit():
+            raise ConfigError(f"etcd: {endpoint!r} is no endpoint; write host:port")
+    if bool(user) != bool(password):
+        raise ConfigError("etcd: user and password are given together or not at all")
+    if (certificate or key) and not (ca and certificate and key):
+        raise ConfigError("etcd: a client certificate needs ca, certificate and key")
+
+
 @dataclass(frozen=True)
 class StoreConfig:
     """Settings of one store. Sizes take numbers or text such as "200GiB". Raises ConfigError for values that can't be.
@@ -234,16 +246,10 @@ class ClusterConfig:
 
     def __post_init__(self) -> None:
         _check_choices(self)
-        for endpoint in self.endpoints:
-            host, _, port = endpoint.rpartition(":")
-            if not host or not port.isdigit():
-                raise ConfigError(f"etcd: {endpoint!r} is no endpoint; write host:port, with commas between several")
+        password = self.etcd_password if self.etcd_user else ""  # which may be there for other commands
+        check_etcd(self.endpoints, self.etcd_ca, self.etcd_certificate, self.etcd_key, self.etcd_user, password)
         if not 0 <= self.node_port < 65536:
             raise ConfigError(f"node_port: {self.node_port} is no port")
-        if self.etcd_user and not self.etcd_password:
-            raise ConfigError("etcd_user needs etcd_password, best by TUTTI_ETCD_PASSWORD")
-        if (self.etcd_certificate or self.etcd_key) and not (self.etcd_ca and self.etcd_certificate and self.etcd_key):
-            raise ConfigError("a client certificate needs etcd_ca, etcd_certificate and etcd_key")
         if self.node_ttl_seconds < 1:
             raise ConfigError(f"node_ttl_seconds: {self.node_ttl_seconds} is less than a second")
         for name in ("etcd_timeout_seconds", "node_ttl_seconds", "publish_seconds", "most_stale_seconds", "fetch_deadline_seconds"):

@@ -33,18 +33,21 @@ SMOOTHING = 0.3
 """Weight of the newest fetch in a peer's speed."""
 ENOUGH = 0.9
 """Of the longest prefix that anybody holds."""
-
-
 MOST_OWNERS = 4
 """That one fetch may turn to."""
 
 
 @dataclass(frozen=True)
 class FetchPlan:
-    """`blocks`: how many from the asked-for position on the best of `owners` holds, who are to be asked in this order."""
+    """`keys`: salted, of the blocks that the best of `owners` holds, who are to be asked in this order."""
 
-    blocks: int
+    keys: KeyArray
     owners: tuple[Peer, ...]
+
+    @property
+    def blocks(self) -> int:
+        """How many that are."""
+        return len(self.keys)
 
 
 @dataclass
@@ -106,7 +109,7 @@ class Sources:
         if not found:
             return None
         owners = tuple(Peer(record.node, record.epoch, record.address) for record, _ in found)
-        return FetchPlan(max(blocks for _, blocks in found), owners)
+        return FetchPlan(keys[: max(blocks for _, blocks in found)], owners)
 
     def begin(self, plan: FetchPlan) -> None:
         """The plan is being carried out; `ended` is to be called once."""

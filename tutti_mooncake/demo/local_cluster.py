@@ -158,7 +158,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.command == "status" and options.json:
         print_json(rows)
     else:
-        print_table(["node", "process", "alive", "address", "log"], [[*_cells(row)] for row in rows])
+        print_table(["node", "process", "alive", "address", "log"], [_cells(row) for row in rows])
         for row in rows:
             if row["name"] == "etcd":
                 print(f"look at them: tutti top --etcd {row['address']}")

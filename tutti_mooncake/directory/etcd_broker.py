@@ -19,6 +19,7 @@ from etcd3 import etcdrpc
 from etcd3.events import DeleteEvent
 from etcd3.exceptions import RevisionCompactedError
 
+from tutti_mooncake.config import check_etcd
 from tutti_mooncake.directory.broker import MOST_BATCH, BrokerError, Change, LeaseLost, Snapshot, WatchLost
 from tutti_mooncake.errors import ConfigError
 
@@ -45,13 +46,7 @@ class EtcdOptions:
     def __post_init__(self) -> None:
         if not self.endpoints:
             raise ConfigError("etcd: no endpoints")
-        for endpoint in self.endpoints:
-            if not endpoint.rpartition(":")[0] or not endpoint.rpartition(":")[2].isdigit():
-                raise ConfigError(f"etcd endpoint {endpoint!r}: host:port is needed")
-        if bool(self.user) != bool(self.password):
-            raise ConfigError("etcd: user and password are given together or not at all")
-        if (self.certificate or self.key) and not (self.ca and self.certificate and self.key):
-            raise ConfigError("etcd: a client certificate needs ca, certificate and key")
+        check_etcd(self.endpoints, self.ca, self.certificate, self.key, self.user, self.password)
 
 
 class EtcdBroker:

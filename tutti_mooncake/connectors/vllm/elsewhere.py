@@ -39,11 +39,11 @@ class Elsewhere:
         """Whom to ask for the blocks of `keys`, consecutive ones of one chain; `None` when nobody has the first one."""
         return self.node.sources.plan(self._store.salted(keys)) if self.node is not None and keys else None
 
-    def begin(self, plan: FetchPlan, keys: Sequence[bytes], block_ids: list[int]) -> FetchWork:
-        """The worker's part of a plan; `ended` is to be called once."""
+    def begin(self, plan: FetchPlan, block_ids: list[int]) -> FetchWork:
+        """The worker's part of a plan, of which as many blocks are wanted; `ended` is to be called once."""
         if self.node is not None:
             self.node.sources.begin(plan)
-        return FetchWork(plan.owners, self._store.salted(keys), block_ids, self._seconds)
+        return FetchWork(plan.owners, plan.keys[: len(block_ids)], block_ids, self._seconds)
 
     def ended(self, plan: FetchPlan, fetched: Fetched) -> None:
         """How it ended."""

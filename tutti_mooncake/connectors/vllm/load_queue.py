@@ -61,18 +61,18 @@ class LoadQueue:
     def begin(self, state: RequestState, offer: Offer, end: int, tables: BlockTables, *, counts_as_hit: bool) -> None:
         """Blocks `[offer.begin, end)` of a request go into `tables`."""
         operation, move, fetch = None, None, None
-        keys = [bytes(key) for key in state.request.block_hashes[offer.begin : end]]
         block_ids = tables[0]
         local = min(offer.local_end, end) - offer.begin
         if local:
+            keys = [bytes(key) for key in state.request.block_hashes[offer.begin : offer.begin + local]]
             try:
-                operation = self._engine_store.store.retrieve(keys[:local], self._with_holes(tuple(ids[:local] for ids in tables)))
+                operation = self._engine_store.store.retrieve(keys, self._with_holes(tuple(ids[:local] for ids in tables)))
                 move = operation.plan.move if isinstance(operation.plan, RankedPlan) else None
             except Exception as error:
                 self._engine_store.report("loading blocks", error)
-        plan = offer.plan if local < len(keys) else None
+        plan = offer.plan if offer.begin + local < end else None
         if plan is not None and self._elsewhere is not None:
-            fetch = self._elsewhere.begin(plan, keys[local:], block_ids[local:])
+            fetch = self._elsewhere.begin(plan, block_ids[local:])
         request = state.request
         self._loads[request.request_id] = Load(
             operation, offer.begin, block_ids, local, counts_as_hit, offer.layerwise, request, state.finding, plan

@@ -51,9 +51,9 @@ class Elsewhere:
             self.node.sources.ended(plan, fetched.tries)
 
     def gauges(self) -> dict[str, dict[str, float]]:
-        """For vLLM's metrics."""
+        """For vLLM's metrics; none when it has left."""
         if self.node is None:
-            return {"tutti_cluster_nodes": {"": 0}}
+            return {}
         stats = self.node.view.stats()
         return {
             "tutti_cluster_nodes": {"": stats.nodes},

@@ -23,7 +23,7 @@ from tutti_mooncake.connectors.vllm.metadata import StoreWork, TuttiConnectorMet
 from tutti_mooncake.connectors.vllm.policy import Decision, LoadPolicy
 from tutti_mooncake.connectors.vllm.registry import EngineStore
 from tutti_mooncake.connectors.vllm.request_state import BlockTables, Offer, RequestState, asked
-from tutti_mooncake.connectors.vllm.stats import StatsReader, TuttiStats, Values
+from tutti_mooncake.connectors.vllm.stats import ALONE, StatsReader, TuttiStats, Values
 from tutti_mooncake.connectors.vllm.store_queue import StoreQueue
 from tutti_mooncake.schedule import LoadCost
 
@@ -266,6 +266,7 @@ class SchedulerHalf:
             "tutti_resident_blocks": {"": store["resident_blocks"]},
             "tutti_capacity_blocks": {"": store["slots"]},
             "tutti_pins": {"": self.pins_held},
+            **ALONE,
         }
         others: Values = {"tutti_evicted_blocks_total": {"": store.get("evicted_blocks", 0)}}
         if self._elsewhere is not None:

@@ -52,6 +52,14 @@ _COUNTERS: dict[str, dict[str, str]] = {
 """Metric, label value and field of `Counters`."""
 OTHERS = ("tutti_evicted_blocks_total", "tutti_served_blocks_total", "tutti_served_bytes_total")
 """Counters that the store and the node keep."""
+ALONE: Values = {
+    "tutti_cluster_nodes": {"": 0},
+    "tutti_cluster_blocks": {"": 0},
+    "tutti_directory_stale_seconds": {"": 0},
+    "tutti_peers_left_alone": {"": 0},
+    "tutti_transport_info": {"tcp": 0, "rdma": 0},
+}
+"""Gauges of a cluster, for an engine that is in none."""
 
 
 class TuttiStats(KVConnectorStats):
